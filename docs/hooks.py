@@ -52,13 +52,11 @@ def public_names(package: str) -> str:
     source = SOURCES[package]
     stub = source / "__init__.pyi"
     tree = ast.parse((stub if stub.exists() else source / "__init__.py").read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    places = {
-        alias.name: f"{source.name}.{node.module.removeprefix(source.name + '.')}.{alias.name}"
-        for node in imports
-        if node.module.startswith("_" if node.level else source.name)
-        for alias in node.names
-    }
+    places = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("_", f"{source.name}.")):
+            module = f"{source.name}.{(node.module or '').removeprefix(source.name + '.')}"
+            places |= {alias.name: f"{module}.{alias.name}" for alias in node.names}
     return "\n\n".join(f"::: {places[name]}" for name in sorted(places, key=str.lower))
 
 

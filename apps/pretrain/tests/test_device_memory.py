@@ -2,6 +2,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from nnx_gpt2 import GPT2Config, create_optimizer, create_train_state, make_eval_step, make_mesh, num_params
@@ -85,10 +86,10 @@ def test_an_evaluation_takes_the_largest_batch_that_fits():
     model = GPT2Config(vocab_size=257, seq_len=64, num_layers=1, num_heads=1, embed_dim=64)
     params = create_train_state(model, create_optimizer(PRESETS["baby"]().optimizer, 10), jax.random.key(0)).params
     step = make_eval_step(model)
-    compiled, batch_size = compile_what_fits(step, params, 10**8, 64)
+    compiled, batch_size = compile_what_fits(step, params, 10**8, 64, np.dtype(np.uint16))
     assert 1000 < batch_size < 10**8
     found = compiled.memory_analysis()
     assert found is not None
     needed_bytes = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     assert 0.1 < needed_bytes / device_memory_bytes() <= 0.5
-    assert compile_what_fits(step, params, 7, 64)[1] == 7
+    assert compile_what_fits(step, params, 7, 64, np.dtype(np.uint16))[1] == 7

@@ -176,7 +176,7 @@ def test_an_option_is_shown_with_the_kind_of_its_value(page):
     assert {
         "  --train.max-steps INTEGER", "  --optimizer.learning-rate NUMBER", "  --name TEXT", "  --prompts TEXT ...",
         "  --dashboard, --no-dashboard", "  --data-mode prepared|stream", "  --preset TEXT",
-        "  --tokenizer, --prepare.tokenizer bytes|gpt2",
+        "  --tokenizer, --prepare.tokenizer TEXT",
     } <= {*lines}  # fmt: skip
     assert any("One of quickstart, baby, tutorial, wikitext" in line for line in lines)
 

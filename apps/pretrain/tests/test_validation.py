@@ -117,7 +117,10 @@ def test_small_batches_are_read_several_at_once(params, tokens, batch_size, num_
 # As in gpt2, longer pieces have higher ids, and the ids of single bytes are not in the order of the bytes.
 PIECES = [bytes([255 - number]) for number in range(128)] + [b"ab" + b"c" * length for length in range(128)]
 LONGER = tiktoken.Encoding(
-    "longer", pat_str=".", mergeable_ranks=dict(zip(PIECES, range(256), strict=True)), special_tokens={"<end>": 256}
+    "longer",
+    pat_str=".",
+    mergeable_ranks=dict(zip(PIECES, range(256), strict=True)),
+    special_tokens={"<|endoftext|>": 256},
 )
 
 

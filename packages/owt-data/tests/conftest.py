@@ -33,6 +33,7 @@ from werkzeug.serving import make_server
 beartype_package("owt_data", conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
 
 from owt_data import PrepareOptions, TokenSequence, TokenSpan, load_tokenizer, prepare  # noqa: E402 - see above
+from owt_data._tokenizer_names import VOCABULARIES  # noqa: E402 - see above
 
 SHARED_DATA = {"gpt2", "corpora"}
 TIMEOUT_S = 120
@@ -90,7 +91,9 @@ def gpt2() -> tiktoken.Encoding:
     folder = os.environ.get("TIKTOKEN_CACHE_DIR")
     if not folder or not any(Path(folder).glob("*")):
         pytest.skip("needs TIKTOKEN_CACHE_DIR, a folder with the files of tiktoken's gpt2")
-    return load_tokenizer("gpt2")
+    encoding = load_tokenizer("gpt2")
+    assert isinstance(encoding, tiktoken.Encoding)
+    return encoding
 
 
 @pytest.fixture(scope="session")
@@ -135,6 +138,7 @@ def small_bpe(ranks, monkeypatch) -> tiktoken.Encoding:
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=pairs, special_tokens={"<|endoftext|>": len(pairs)}
     )
     monkeypatch.setitem(tiktoken.registry.ENCODINGS, "gpt2", encoding)
+    monkeypatch.setitem(VOCABULARIES, "gpt2", type(VOCABULARIES["gpt2"])(len(pairs) + 1, len(pairs)))
     return encoding
 
 

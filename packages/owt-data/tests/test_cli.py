@@ -170,7 +170,10 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
             ["prepare", "a", "b", "-x"],
             "error: options must be those of owt-data prepare --help, got -x.\n",
         ),
-        (["prepare", "a", "b", "--tokenizer", LONG], "error: --tokenizer must be bytes or gpt2, got www"),
+        (
+            ["prepare", "a", "b", "--tokenizer", LONG],
+            "error: The tokenizer must be bytes, gpt2, r50k_base, p50k_base,",
+        ),
         (
             ["prepare", "a", "b", "--split", "star"],
             "error: --split must be auto, documents, position or start, got star. Did you mean start?\n",

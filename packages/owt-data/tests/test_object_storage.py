@@ -267,8 +267,8 @@ def test_a_file_without_a_manifest_is_read_once_until_it_is_replaced(
     opened = functools.partial(open_tokens, uri, tokenizer="bytes")
     assert sent(s3_requests, opened)["GET"] > 0
     first = opened().fingerprint
-    assert sent(s3_requests, opened)["GET"] == 0
-    assert sent(s3_requests, lambda: open_tokens(uri, tokenizer="gpt2"))["GET"] > 0  # has not been checked for it
+    assert sent(s3_requests, opened)["GET"] == 1  # of its first bytes, which may be a header
+    assert sent(s3_requests, lambda: open_tokens(uri, tokenizer="gpt2"))["GET"] > 1  # has not been checked for it
     tokens[300_000] ^= 1
     put(tokens)  # within the same second, with the same size
     assert opened().fingerprint != first

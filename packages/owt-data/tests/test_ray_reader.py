@@ -18,6 +18,7 @@ from owt_data import (
     TokenSequence,
     TokenSpan,
     iter_steps,
+    open_tokens,
     read_steps_by_tasks,
     step_windows,
     token_windows,
@@ -52,6 +53,18 @@ def test_a_stream_is_the_window_order_step_by_step(tokens, order):
     assert steps == list(range(STEPS))
     assert batches.dtype == np.uint16
     np.testing.assert_array_equal(batches, expected(tokens, order, 0, STEPS))
+
+
+def test_tokens_of_32_bits_keep_their_type(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 200_000, 5000)
+    ids.astype("<u4").tofile(tmp_path / "x.bin")
+    tokens = open_tokens(tmp_path / "x.bin", tokenizer="o200k_base").train
+    steps, batches = collect(steps_of(tokens, rank=0, world_size=1, start_step=0, stop_step=4, order="shuffle"))
+    assert steps == [0, 1, 2, 3]
+    assert batches.dtype == np.uint32
+    np.testing.assert_array_equal(batches, expected(tokens, "shuffle", 0, 4))
+    rows = token_windows(tokens, seq_len=16, num_rows=9, order="sequential").take_all()
+    np.testing.assert_array_equal(np.concatenate([row["x"] for row in rows]), ids[: 9 * 16])
 
 
 def test_ranks_make_up_the_same_global_batches_from_any_step(tokens):

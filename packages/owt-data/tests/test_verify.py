@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from owt_data import verify
+from owt_data import PrepareOptions, prepare, verify
 
 
 def test_a_changed_file_is_found_by_verify(prepared):
@@ -43,13 +43,14 @@ def test_verify_says_both_sizes_of_a_file(prepared: Path) -> None:
     assert verify(prepared) == [f"val.bin: expected {size} bytes, found {size - 4}"]
 
 
-def test_verify_without_the_tokenizer_warns_and_compares_everything_else(prepared, tmp_path, monkeypatch, caplog):
-    path = prepared / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": "gpt2"}))
+def test_verify_without_the_tokenizer_warns_and_compares_everything_else(
+    articles, small_bpe, tmp_path, monkeypatch, caplog
+):
+    prepare(str(articles), tmp_path / "out", PrepareOptions(val_fraction=0.1))
     monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "no-files"))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # no network
-    assert verify(prepared) == []
+    assert verify(tmp_path / "out") == []
     assert "the tokenizer is not compared: The files of tokenizer 'gpt2' could not be downloaded" in caplog.text
 
 

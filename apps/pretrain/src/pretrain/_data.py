@@ -23,6 +23,7 @@ from owt_data import (
     prepare_in_background,
     progress_bar,
     read_manifest,
+    same_tokenizer,
     source_digest,
 )
 from pretrain._config import PrepareConfig, PretrainConfig
@@ -63,7 +64,7 @@ def load_tokens(config: PretrainConfig, console: Console) -> TokenData:
                 {prepared_name(name, config.prepare, console): weight for name, weight in weights.items()},
                 tokenizer=tokenizer,
             )
-    if tokens.tokenizer != tokenizer:
+    if not same_tokenizer(tokens.tokenizer, tokenizer):
         print_line(
             console, f"{config.data} has tokens of {tokens.tokenizer}; prepare.tokenizer, {tokenizer}, is not used"
         )
@@ -248,4 +249,4 @@ def _cache_root(config: PrepareConfig) -> Path:
 
 def _cache_key(label: str, sha256: str, options: PrepareOptions) -> str:
     contents = sha256 + json.dumps(options.record(), sort_keys=True)
-    return f"{label}-{options.tokenizer}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
+    return f"{label}-{options.record()['tokenizer']}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"

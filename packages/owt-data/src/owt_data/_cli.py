@@ -1,4 +1,4 @@
-"""Command line `owt-data`: `prepare`, `verify` and `inspect`."""
+"""Command line `owt-data`: `prepare`, `tokenizer`, `verify` and `inspect`."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from owt_data._command_line import Command, run_command
 from owt_data._errors import DataError, one_line, show, show_name
-from owt_data._options import PrepareOptions, TokenizerName
+from owt_data._options import PrepareOptions
 
 _ROW_WIDTH = 120
 _SPLITS = {
@@ -40,11 +40,28 @@ class _Processes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Training:
+    """Options of `tokenizer`."""
+
+    vocab: int = 4096
+    """Number of ids: the 256 bytes, the merges, and <|endoftext|>."""
+
+    text_column: str = "text"
+    """Column with the text, in JSON lines, parquet files and hub datasets."""
+
+    limit_rows: int | None = None
+    """Number of rows to read, for a large source. A .txt file is one row."""
+
+    num_processes: int | None = None
+    """Number of threads that count words. Default: one for each core. The file is the same for any number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Inspection:
     """Options of `inspect`."""
 
-    tokenizer: TokenizerName = "gpt2"
-    """Tokenizer of files without a manifest."""
+    tokenizer: str = "gpt2"
+    """Tokenizer of files without a manifest; see `prepare`."""
 
     window_tokens: int = 64
     """Length of a sample."""
@@ -57,7 +74,7 @@ class _Inspection:
 
 
 def _prepare(names: Sequence[str], processes: _Processes, options: PrepareOptions) -> int:
-    """Write train.bin and val.bin (raw little-endian uint16 tokens) and manifest.json. Resumes after a kill."""
+    """Write train.bin and val.bin (raw little-endian uint16, or uint32 for more than 65 536 ids) and manifest.json."""
     # The imports take seconds, which --help must not wait for.
     from owt_data._paths import join
     from owt_data._prepare.prepare import local_folder, prepare
@@ -80,6 +97,26 @@ def _prepare(names: Sequence[str], processes: _Processes, options: PrepareOption
         share = f"{100 * record.num_tokens / total:.3g} %"
         counts = f"{record.num_tokens:,} tokens ({share}), {record.num_documents:,} documents"
         console.print(f"{show_name(join(out, name))}: {counts}", markup=False)
+    return 0
+
+
+def _tokenizer(names: Sequence[str], options: _Training) -> int:
+    """Train a byte-level BPE tokenizer, and write OUT/tokenizer.json, for --tokenizer OUT."""
+    from owt_data._prepare.progress_bar import progress_bar
+    from owt_data._prepare.train_tokenizer import train_tokenizer
+    from owt_data._tokenizer_files import vocab_size
+
+    console = _console()
+    *sources, out = names
+    with progress_bar(console) as progress:
+        path = train_tokenizer(
+            sources, out,
+            vocab_size=options.vocab, text_column=options.text_column, limit_rows=options.limit_rows,
+            num_processes=options.num_processes, progress=progress,
+        )  # fmt: skip
+    num_ids = vocab_size(path)
+    shortage = "" if num_ids == options.vocab else ", as the text has no more pairs to merge"
+    console.print(f"{show_name(path)}: {num_ids:,} ids{shortage}", markup=False)
     return 0
 
 
@@ -127,7 +164,7 @@ def _inspect(names: Sequence[str], options: _Inspection) -> int:
     for split, num_tokens in found.num_tokens.items():
         record = found.manifest.files[f"{split}.bin"] if found.manifest is not None else None
         documents = f", {record.num_documents:,} documents" if record is not None else ""
-        console.print(f"\n{split}: {num_tokens:,} tokens, {2 * num_tokens:,} bytes{documents}", markup=False)
+        console.print(f"\n{split}: {num_tokens:,} tokens, {found.num_bytes[split]:,} bytes{documents}", markup=False)
         for place, text in found.samples[split].items():
             console.print(f"  {place}: {text!r}", markup=False)
     return 0
@@ -149,6 +186,18 @@ _COMMANDS = {
             "owt-data prepare articles/*.jsonl data/articles --text-column body",
             "owt-data prepare train=a.parquet val=b.parquet data/ab",
             "owt-data prepare wiki.txt data/wiki --documents wikitext-titles",
+        ),
+    ),
+    "tokenizer": Command(
+        run=_tokenizer,
+        names={
+            "SOURCE...": "Text, as for prepare. Of names that begin with train= and val=, only the first are read.",
+            "OUT": "The folder to write tokenizer.json into, or a name that ends in .json.",
+        },
+        kinds=(_Training,),
+        examples=(
+            "owt-data tokenizer articles/*.jsonl data/tokenizer --vocab 4096",
+            "owt-data prepare articles/*.jsonl data/articles --tokenizer data/tokenizer",
         ),
     ),
     "verify": Command(

@@ -17,8 +17,8 @@ from owt_data._errors import (
     show,
 )
 from owt_data._json_types import UnknownFieldError
+from owt_data._tokenizer_names import is_tokenizer_file
 
-TokenizerName = Literal["bytes", "gpt2"]
 DocumentsKind = Literal["rows", "wikitext-titles"]
 _Split = Literal["auto", "documents", "position", "start"]
 OrderKind = Literal["shuffle", "random", "sequential", "sequential-first"]
@@ -35,8 +35,9 @@ class PrepareOptions:
         DataError: a field has another type, or is out of its range.
     """
 
-    tokenizer: TokenizerName = "gpt2"
-    """`gpt2`, or `bytes`, which needs no download and has 257 ids."""
+    tokenizer: str = "gpt2"
+    """`gpt2`; `bytes`, which needs no download and has 257 ids; `r50k_base`, `p50k_base`, `cl100k_base` or `o200k_base`
+    of tiktoken; or the path of a `tokenizer.json`, or of a folder with one. `PATH::TOKEN` gives its end of text."""
 
     split: _Split = "auto"
     """`documents` takes random documents for validation, `position` takes the end of the tokens, `start` takes the
@@ -65,7 +66,10 @@ class PrepareOptions:
     """Number of rows to read of each source, for a short test. Without titles, a .txt file is one row."""
 
     def __post_init__(self) -> None:
-        check_choice("tokenizer", self.tokenizer, get_args(TokenizerName))
+        if not isinstance(self.tokenizer, str) or is_tokenizer_file(self.tokenizer):
+            from owt_data._tokenizer_files import tokenizer_name  # imports pyarrow
+
+            object.__setattr__(self, "tokenizer", tokenizer_name(self.tokenizer))
         check_choice("split", self.split, get_args(_Split))
         if self.val_fraction is not None and not (is_number(self.val_fraction) and 0 < self.val_fraction < 1):
             raise DataError(f"val_fraction must be between 0 and 1, got {show(self.val_fraction)}.")
@@ -85,8 +89,14 @@ class PrepareOptions:
             object.__setattr__(self, name, None if value is None else kind(value))
 
     def record(self) -> dict[str, Any]:
-        """Return the fields for a manifest."""
-        return dataclasses.asdict(self)
+        """Return the fields for a manifest. A tokenizer of a file is recorded by its digest.
+
+        Raises:
+            DataError: the file of the tokenizer cannot be read.
+        """
+        from owt_data._tokenizer_files import tokenizer_label  # imports pyarrow
+
+        return dataclasses.asdict(self) | {"tokenizer": tokenizer_label(self.tokenizer)}
 
 
 def check_arguments(options: PrepareOptions, num_processes: int | None, use_ray: bool, progress: Any) -> int | None:

@@ -6,26 +6,26 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 from urllib.parse import unquote
 
-import numpy as np
 import pyarrow
+from numpy import integer
 from numpy.typing import NDArray
 from pyarrow import NativeFile
-from pyarrow.fs import FileInfo, FileSystem, FileType, LocalFileSystem
+from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType, LocalFileSystem
 
 from owt_data._errors import DataError, UnreadableError, file_errors, one_line, show, show_name
 
-BYTES_PER_TOKEN = 2
 TRAIN_NAME, VAL_NAME, MANIFEST_NAME = "train.bin", "val.bin", "manifest.json"
 TOKEN_NAMES = (TRAIN_NAME, VAL_NAME)
 _SPLITS = ("train", "val")
+# Names of shards of llm.c and modded-nanogpt.
+_SHARD = re.compile(r".+_(?P<split>train|val)(_\d+)?\.bin")
 _STREAM_BYTES = 16 << 20
-_UNREAD = (1 << 16) - 1
 
 # One slash is enough, because `Path` shortens two slashes to one.
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -216,6 +216,11 @@ def type_name(info: FileInfo) -> str:
     return "a link to a missing file or to itself" if is_link else _TYPES[info.type]
 
 
+def suggest_one(name: str, names: Iterable[str]) -> str | None:
+    """Return the most similar of some names, or None if none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+
+
 def suggest_name(name: str, remedy: str) -> str:
     """Return the remedy for a name that does not exist: a file or folder of a similar name, or else the given remedy.
 
@@ -239,18 +244,66 @@ def suggest_name(name: str, remedy: str) -> str:
 
 
 def holds_tokens(folder: Path) -> bool:
-    """Return whether a folder has token files, both or one that is left. It then holds no text to prepare."""
-    return folder.is_dir() and any((folder / name).exists() for name in TOKEN_NAMES)
+    """Return whether a folder has token files, both or one that is left, or shards. It then has no text to prepare."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return not names.isdisjoint(TOKEN_NAMES) or bool(shards_by_split(names))
 
 
-def read_blocks(name: str) -> Iterator[bytes]:
+def shards_by_split(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names that are those of shards of tokens, such as `fineweb_train_000001.bin`, sorted, by split."""
+    found = ((match["split"], name) for name in sorted(names) if (match := _SHARD.fullmatch(name)))
+    groups: dict[str, list[str]] = {}
+    for split, name in found:
+        groups.setdefault(split, []).append(name)
+    return groups
+
+
+def list_folder(name: str) -> list[str]:
+    """Return the names of the files in a folder on disk or in object storage.
+
+    Raises:
+        DataError: the folder cannot be read.
+    """
+    filesystem, path = connect(name, retry_s=_LOOKUP_RETRY_S)
+    with file_errors("readable", name):
+        return [found.base_name for found in filesystem.get_file_info(FileSelector(path)) if found.is_file]
+
+
+def read_head(name: str, num_bytes: int) -> bytes:
+    """Return the first bytes of a file; all of it if it has fewer.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    filesystem, path = connect(name)
+    with file_errors("readable", name), filesystem.open_input_file(path) as file:
+        return file.read(num_bytes)
+
+
+def read_file(name: str) -> bytes:
+    """Return the contents of a small file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    return b"".join(read_blocks(name))
+
+
+def read_blocks(name: str, offset: int = 0) -> Iterator[bytes]:
     """Yield the bytes of a file, in blocks of complete tokens.
+
+    Args:
+        name: the file.
+        offset: bytes before the first token, which are left out.
 
     Raises:
         DataError: the file cannot be read.
     """
     filesystem, path = connect(name)
     with file_errors("readable", name), filesystem.open_input_stream(path) as stream:
+        stream.read(offset)
         while block := stream.read(_STREAM_BYTES):
             yield block
 
@@ -307,9 +360,9 @@ class LocalTokens:
         if hasattr(self, "_handle"):
             os.close(self._handle)
 
-    def copy(self, first: int, out: NDArray[np.uint16]) -> bool:
-        """Copy the tokens from `first` on into `out`. Return False if the file ends before."""
-        place, rest = BYTES_PER_TOKEN * first, out.data.cast("B")
+    def copy(self, place: int, out: NDArray[integer]) -> bool:
+        """Copy the tokens from the byte `place` on into `out`. Return False if the file ends before."""
+        rest = out.data.cast("B")
         with file_errors("readable", self._path):
             while rest:
                 if hasattr(os, "preadv"):  # missing on older macOS
@@ -333,14 +386,15 @@ class RemoteTokens:
         # One for each thread that reads, because a file has a position. To open one is a request.
         self._idle: SimpleQueue[NativeFile] = SimpleQueue()
 
-    def copy(self, first: int, out: NDArray[np.uint16]) -> bool:
-        """Copy the tokens from `first` on into `out`. Return False if the file ends before."""
-        stop = BYTES_PER_TOKEN * (first + len(out))
-        out[-1] = _UNREAD
+    def copy(self, place: int, out: NDArray[integer]) -> bool:
+        """Copy the tokens from the byte `place` on into `out`. Return False if the file ends before."""
+        stop = place + out.nbytes
+        unread = (1 << 8 * out.itemsize) - 1
+        out[-1] = unread
         try:
             with file_errors("readable", self._uri):
                 file = self._take()
-                file.seek(BYTES_PER_TOKEN * first)
+                file.seek(place)
                 num_bytes = file.readinto(out.data.cast("B"))
         except UnreadableError:
             if look_up_as(self._uri, FileType.File, "a token file", suggest=False).size < stop:
@@ -348,8 +402,8 @@ class RemoteTokens:
             raise
         self._idle.put(file)
         # pyarrow does not notice that S3 has sent less, of a file that was replaced by a shorter one after it was
-        # opened. The storage may have sent half of the last token.
-        is_read = int(out[-1]) < (_UNREAD & ~0xFF) or (look_up(self._uri).size or 0) >= stop
+        # opened. The storage may have sent a part of the last token.
+        is_read = int(out[-1]) < (unread ^ unread >> 8) or (look_up(self._uri).size or 0) >= stop
         return num_bytes == out.nbytes and is_read
 
     def _take(self) -> NativeFile:

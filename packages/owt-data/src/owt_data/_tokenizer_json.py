@@ -9,6 +9,8 @@ from typing import Any
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
+from owt_data._tokenizer_files import read_tokenizer_file, tokenizer_name
+from owt_data._tokenizer_names import is_tokenizer_file
 from owt_data._tokenizers import load_tokenizer
 
 
@@ -42,7 +44,12 @@ def tokenizer_files(name: str, *, max_tokens: int) -> dict[str, str]:
 
 def _serialize(name: str) -> tuple[str, str]:
     """Return the text of `tokenizer.json`, and the text of the end-of-text token."""
+    name = tokenizer_name(name)
+    if is_tokenizer_file(name):
+        file = read_tokenizer_file(name)
+        return file.content.decode(), file.end_of_text
     tokenizer = load_tokenizer(name)
+    assert isinstance(tokenizer, tiktoken.Encoding)  # as all named ones
     text = json.dumps(_as_object(tokenizer), ensure_ascii=False, indent=1) + "\n"
     return text, tokenizer.decode([tokenizer.eot_token])
 

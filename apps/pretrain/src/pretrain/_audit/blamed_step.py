@@ -113,7 +113,7 @@ def blame_step(
         rerun.state.params,
         windows,
         mesh=setup.mesh,
-        end_of_text=setup.data.vocab_size - 1 if masks else None,
+        end_of_text=setup.data.end_of_text if masks else None,
     )
     documents = {part.document.id: part.document for window in parts for part in window.documents}
     ranked_windows = rank_windows(shares, windows, setup.tokenizer, by)
@@ -137,7 +137,7 @@ def blame_step(
 def _compare(
     rerun: Rerun,
     tokens: RunTokens,
-    windows: NDArray[np.uint16],
+    windows: NDArray[np.integer],
     ids: Sequence[str],
     suspects: Sequence[Suspect],
     recorded: NDArray[np.float32],

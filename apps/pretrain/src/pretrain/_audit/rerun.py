@@ -57,10 +57,10 @@ class Rerun:
         else:
             with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
                 self.state, _ = restore(checkpoints, self.checkpoint, self.setup.like)
-        self.batches: Iterator[NDArray[np.uint16]] = train_batches(config, data, self.step, uses_ray_data=False)
+        self.batches: Iterator[NDArray[np.integer]] = train_batches(config, data, self.step, uses_ray_data=False)
         """The batches of the steps that follow."""
 
-    def compute(self, windows: NDArray[np.uint16]) -> float:
+    def compute(self, windows: NDArray[np.integer]) -> float:
         """Compute the next step, and return its loss; NaN if it is skipped.
 
         Args:

@@ -196,5 +196,9 @@ def _surroundings(run: RecordedRun) -> dict[str, Any]:
 
 def _data(description: RunDescription) -> dict[str, Any]:
     data = description.data
-    found = {**data.fingerprint, "tokenizer": data.tokenizer, "window_order_version": data.window_order_version}
+    found = {
+        **data.fingerprint,
+        "tokenizer": data.tokenizer_kind,
+        "window_order_version": data.window_order_version,
+    }
     return flatten({"data": found})

@@ -40,7 +40,7 @@ class StepWindow:
     position: int
     """Position of the first token in the training tokens."""
 
-    tokens: NDArray[np.uint16]
+    tokens: NDArray[np.integer]
     """The tokens, `uint16[seq_len + 1]`."""
 
     documents: tuple[WindowDocument, ...]

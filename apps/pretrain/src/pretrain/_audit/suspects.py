@@ -8,17 +8,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nnx_gpt2 import GradientShares
-from owt_data import TokenDocument
+from owt_data import TokenDocument, Tokenizer
 from pretrain._errors import UsageError, short
-
-if TYPE_CHECKING:
-    import tiktoken
 
 Measure = Literal["loss", "gradient"]
 """The number that the order follows: `Suspect.excess` or `Suspect.share`."""
@@ -69,7 +66,7 @@ class Suspect:
 
 
 def rank_windows(
-    found: GradientShares, windows: NDArray[np.uint16], tokenizer: "tiktoken.Encoding | None", by: Measure
+    found: GradientShares, windows: NDArray[np.integer], tokenizer: Tokenizer | None, by: Measure
 ) -> list[Suspect]:
     """Return the windows of a batch, the most suspicious first. A loss or gradient that is not finite comes first.
 
@@ -99,10 +96,10 @@ def rank_windows(
 
 def rank_documents(
     found: GradientShares,
-    windows: NDArray[np.uint16],
+    windows: NDArray[np.integer],
     ids: NDArray[np.int64],
     documents: Mapping[int, TokenDocument],
-    tokenizer: "tiktoken.Encoding | None",
+    tokenizer: Tokenizer | None,
     by: Measure,
 ) -> list[Suspect]:
     """Return the documents of a batch, the most suspicious first. A prediction counts for the document of its target.
@@ -158,7 +155,7 @@ def _sorted(suspects: list[Suspect], by: Measure) -> list[Suspect]:
     return sorted(suspects, key=key)
 
 
-def _decoded(tokenizer: "tiktoken.Encoding | None", tokens: NDArray[np.uint16]) -> str:
+def _decoded(tokenizer: Tokenizer | None, tokens: NDArray[np.integer]) -> str:
     """Return the text of tokens, without that of end-of-text tokens."""
     if tokenizer is None:
         return ""
@@ -215,7 +212,7 @@ def parse_removal(ids: Sequence[str], suspects: Sequence[Suspect]) -> Removal:
     return Removal(frozenset(numbers[_WINDOW]), frozenset(numbers[_DOCUMENT]))
 
 
-def replace_windows(windows: NDArray[np.uint16], stays: NDArray[np.bool_]) -> NDArray[np.uint16]:
+def replace_windows(windows: NDArray[np.integer], stays: NDArray[np.bool_]) -> NDArray[np.integer]:
     """Return a batch in which windows that stay take the place of the others.
 
     >>> replace_windows(np.array([[1], [2], [3], [4]], np.uint16), np.array([False, True, True, False])).tolist()

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from rich.console import Console
 
-from owt_data import TokenData, TokenMixture, Tokens, TokenSequence, is_prepared, open_tokens
+from owt_data import TokenData, TokenMixture, Tokens, TokenSequence, is_prepared, open_tokens, same_tokenizer
 from pretrain._config import PrepareConfig
 from pretrain._data import prepared_name, validation_sources
 from pretrain._data_names import Splits, labels_of, names_of, parse_data
@@ -81,7 +81,7 @@ def tokens_of(text: str, split: Split | None, config: PrepareConfig, console: Co
     parts: list[Tokens] = []
     for name in names:
         found = open_tokens(prepared_name(name, config, console), tokenizer=config.tokenizer)
-        if found.tokenizer != config.tokenizer:
+        if not same_tokenizer(found.tokenizer, config.tokenizer):
             raise UsageError(
                 f"--data must be tokens of the run's tokenizer, {config.tokenizer}, got tokens of {found.tokenizer}. "
                 "Give other data."
@@ -106,4 +106,4 @@ def _joined(parts: Iterable[Tokens]) -> TokenSequence:
         else:
             raise UsageError("--split must be val while the text is being prepared, got all. Wait for the end.")
     spans = tuple(span for sequence in sequences for span in sequence.spans)
-    return TokenSequence(spans, min(sequence.vocab_size or 1 << 16 for sequence in sequences))
+    return TokenSequence(spans, min(sequence.vocab_size or 1 << 31 for sequence in sequences))

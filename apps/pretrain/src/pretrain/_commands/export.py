@@ -65,7 +65,9 @@ def export(
         check_repository(push_to)
     trained = load_trained(run, weights=weights)
     model, tokenizer = trained.model, trained.tokenizer
-    texts = tokenizer_files(tokenizer.name, max_tokens=model.config.seq_len) | _texts_of_run(trained, dtype)
+    texts = tokenizer_files(trained.tokenizer_name or tokenizer.name, max_tokens=model.config.seq_len) | _texts_of_run(
+        trained, dtype
+    )
     with new_folder(folder) as partial:
         model.save_pretrained(partial, end_of_text=tokenizer.eot_token, dtype=dtype, max_shard_bytes=max_shard_bytes)
         for name, text in texts.items():

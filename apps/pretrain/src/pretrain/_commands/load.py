@@ -4,10 +4,10 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from nnx_gpt2 import GPT2, merge
-from owt_data import load_tokenizer
+from owt_data import Tokenizer, load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, rejecting, short, shown
 from pretrain._run.description import RunDescription
@@ -17,9 +17,6 @@ from pretrain._surroundings.environment import start_jax
 from pretrain._training.load_state import like_model, model_of
 from pretrain._training.process import keep_programs
 from ray_jax_launch import Checkpoints
-
-if TYPE_CHECKING:
-    import tiktoken
 
 WeightsKind = Literal["average", "last"]
 """The moving average of the parameters, which a run with `optimizer.average_decay` keeps, or those of the last step."""
@@ -83,7 +80,7 @@ class TrainedModel:
         return self.run
 
     @property
-    def tokenizer(self) -> "tiktoken.Encoding":
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer.
 
         Raises:

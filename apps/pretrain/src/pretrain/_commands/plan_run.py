@@ -195,7 +195,8 @@ def _measured_step_s(config: PretrainConfig, mesh: jax.sharding.Mesh) -> float:
     state = create_train_state(model, optimizer, key, mesh)
     shape = (train.global_batch_size, model.seq_len + 1)
     assert model.vocab_size is not None, "it is resolved"
-    windows = np.random.default_rng(0).integers(0, min(model.vocab_size, 2**16), shape, np.uint16)
+    dtype = np.uint16 if model.vocab_size <= 2**16 else np.uint32
+    windows = np.random.default_rng(0).integers(0, model.vocab_size, shape, dtype)
     times_s: list[float] = []
     for _ in range(_NUM_WARM_STEPS + _NUM_MEASURED_STEPS):
         began_s = time.perf_counter()
@@ -254,7 +255,7 @@ def _summary(
         micro_batch_size=train.global_batch_size // train.grad_accum_steps // (mesh.size // config.mesh.tensor),
         grad_accum_steps=train.grad_accum_steps,
         flops=flops,
-        tokens_bytes=None if data.num_tokens is None else 2 * data.num_tokens,
+        tokens_bytes=None if data.num_tokens is None else data.facts.bytes_per_token * data.num_tokens,
         checkpoints_bytes=saved_bytes * _num_checkpoints(train),
         logs_bytes=num_steps // train.log_every * _BYTES_PER_RECORD,
         state_bytes=None if memory is None else memory.state_bytes,

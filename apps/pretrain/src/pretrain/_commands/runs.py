@@ -266,11 +266,11 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
         seen_s=seen_s,
         is_diverged=state == "finished" and not has_end,
         compared=(
-            repr((_validation_digests(data), data.tokenizer, config.model.seq_len)),
+            repr((_validation_digests(data), data.tokenizer_kind, config.model.seq_len)),
             str(config.train.max_steps),
             "all" if is_full else str(config.train.eval_tokens),
         ),
-        data=json.dumps([data.fingerprint, data.tokenizer, data.window_order_version], sort_keys=True),
+        data=json.dumps([data.fingerprint, data.tokenizer_kind, data.window_order_version], sort_keys=True),
     )
 
 

@@ -211,7 +211,7 @@ def _check_same_windows(first: ComparedRun, second: ComparedRun) -> None:
         UsageError: the tokenizer, the tokens, or an option of the windows differs.
     """
     data_a, data_b = first.description.data, second.description.data
-    if data_a.tokenizer != data_b.tokenizer:
+    if data_a.tokenizer_kind != data_b.tokenizer_kind:
         raise UsageError(
             f"runs must have one tokenizer to compare nats per token, got {data_a.tokenizer} in {short(first.name)} "
             f"and {data_b.tokenizer} in {short(second.name)}. Compare the bits per byte that eval prints."

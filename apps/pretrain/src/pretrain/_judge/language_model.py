@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from lm_eval.api.instance import Instance
@@ -15,11 +15,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from nnx_gpt2 import GPT2
+from owt_data import Tokenizer
 from pretrain._judge.row_batches import Row
 from pretrain._judge.scorer import Scorer
-
-if TYPE_CHECKING:
-    import tiktoken
 
 # As lm-eval's own model for transformers.
 _MAX_NEW_TOKENS = 256
@@ -42,11 +40,12 @@ class LanguageModel(TemplateLM):
         console: shows the progress.
     """
 
-    def __init__(self, model: GPT2, tokenizer: "tiktoken.Encoding", *, batch_size: int, console: Console) -> None:
+    def __init__(self, model: GPT2, tokenizer: Tokenizer, *, batch_size: int, console: Console) -> None:
         super().__init__()
         self._tokenizer, self._console = tokenizer, console
         self._scorer = Scorer(model, batch_size=batch_size)
         self._context = model.config.seq_len
+        self._end_of_text = tokenizer.decode([tokenizer.eot_token])
         self._vocab_size = min(tokenizer.n_vocab, model.config.vocab_size)
         self._platform = jax.local_devices()[0].platform
 
@@ -61,10 +60,14 @@ class LanguageModel(TemplateLM):
         return self._tokenizer.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text. The text of a special token is this token, as in lm-eval's other models."""
-        if self._tokenizer.name == "bytes" and "<|" not in string:  # tiktoken takes a text for one long word
-            return [*string.encode()]
-        return self._tokenizer.encode(string, allowed_special="all")
+        """Return the tokens of a text. The text of end-of-text is this token, as in lm-eval's other models."""
+        first, *others = map(self._encode, string.split(self._end_of_text))
+        return [*first, *(token for part in others for token in (self.eot_token_id, *part))]
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer.name == "bytes":  # tiktoken takes a text for one long word
+            return [*text.encode()]
+        return self._tokenizer.encode_ordinary(text)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation after its context, and whether it is the greedy one."""

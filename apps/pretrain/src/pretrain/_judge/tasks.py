@@ -11,20 +11,18 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from nnx_gpt2 import GPT2
+from owt_data import Tokenizer
 from pretrain._errors import UsageError, one_line, short
 from pretrain._judge.published import Figure, published_figures
 from pretrain._screen.printing import waiting
 from pretrain._suggestions import nearest
 from pretrain._task_names import RequestedTask
-
-if TYPE_CHECKING:
-    import tiktoken
 
 # The standard error of a perplexity is that of samples with replacement. Those of an accuracy need none.
 _NUM_RESAMPLED = 1_000
@@ -73,7 +71,7 @@ class TaskScores:
 
 def evaluate_tasks(
     model: GPT2,
-    tokenizer: "tiktoken.Encoding",
+    tokenizer: Tokenizer,
     requested: Sequence[RequestedTask],
     *,
     batch_size: int,

@@ -183,7 +183,7 @@ def _validation_tokens(run: ReportedRun) -> str:
     data = run.history.description.data
     known = flatten(data.fingerprint)
     digests = {name: value for name, value in known.items() if name.endswith("val.bin")}
-    return repr((data.tokenizer, sorted((digests or known).items(), key=str)))
+    return repr((data.tokenizer_kind, sorted((digests or known).items(), key=str)))
 
 
 def _loss(run: ReportedRun, measure: str) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import ray
 from rich.console import Console
 
-from owt_data import DataError, Progress, TokenData, load_tokenizer
+from owt_data import DataError, Progress, TokenData, load_tokenizer, same_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._errors import UsageError
@@ -115,7 +115,7 @@ def _resolve_data(
         check_same_data(stored, describe_data(data, config.data_mode), folder)
         if has_same_length(config, stored.config):
             return config
-    elif origin is not None and origin.tokenizer not in (None, data.tokenizer):
+    elif origin is not None and origin.tokenizer is not None and not same_tokenizer(origin.tokenizer, data.tokenizer):
         raise UsageError(
             f"{config.data} must have tokens of {origin.tokenizer}, the tokenizer of the run in {origin.place}, got "
             f"tokens of {data.tokenizer}. Give other --data or --tokenizer."

@@ -23,6 +23,11 @@ class DataFacts(NamedTuple):
     num_windows: int
     """Windows of an epoch; 0 if unknown."""
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token that `prepare` writes."""
+        return 2 if self.vocab_size <= 1 << 16 else 4
+
 
 def resolve_order(config: PretrainConfig) -> PretrainConfig:
     """Return the configuration with its window order. That of a stream can be read while the text is tokenized.

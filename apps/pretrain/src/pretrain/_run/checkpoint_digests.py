@@ -29,7 +29,7 @@ def description_digests(description: RunDescription) -> dict[str, str]:
     The place of the data, and options that do not change a result, such as the intervals, do not count.
     """
     data = description.data
-    tokens = {**data.fingerprint, "tokenizer": data.tokenizer, "window_order_version": data.window_order_version}
+    tokens = {**data.fingerprint, "tokenizer": data.tokenizer_kind, "window_order_version": data.window_order_version}
     options = {
         name: value
         for name, value in option_values(description.config).items()

@@ -8,9 +8,9 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from owt_data import WINDOW_ORDER_VERSION, MixtureWeight, PrepareOptions, TokenData
+from owt_data import WINDOW_ORDER_VERSION, MixtureWeight, PrepareOptions, TokenData, TokenizerName
 from pretrain._config import LENGTHS, PrepareConfig, PretrainConfig
 from pretrain._errors import UsageError, short, shown
 from pretrain._run.differences import changes_result, option_values
@@ -42,13 +42,18 @@ class DataDescription:
     """Names of the token files, for `open_tokens`."""
 
     tokenizer: str
-    """Name of the tokenizer."""
+    """Name of the tokenizer; for one of a file, the path of the file."""
 
     fingerprint: dict[str, Any]
     """Equal for equal tokens: see `TokenData.fingerprint`."""
 
     window_order_version: int = WINDOW_ORDER_VERSION
     """Version of the window order."""
+
+    @property
+    def tokenizer_kind(self) -> str:
+        """The name of the tokenizer, without the place of a file. The fingerprint tells files apart."""
+        return self.tokenizer if self.tokenizer in get_args(TokenizerName) else "tokenizer.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nnx_gpt2 import num_params
 from pretrain._config import PretrainConfig
@@ -47,7 +48,7 @@ def device_memory_bytes() -> int:
 
 
 def compile_what_fits(
-    step: jax.stages.Wrapped, params: Any, batch_size: int, seq_len: int
+    step: jax.stages.Wrapped, params: Any, batch_size: int, seq_len: int, dtype: np.dtype[Any]
 ) -> tuple[jax.stages.Compiled, int]:
     """Compile an evaluation step for the largest batch, at most `batch_size`, that fits this process's device.
 
@@ -56,13 +57,14 @@ def compile_what_fits(
         params: the parameters.
         batch_size: the largest number of windows.
         seq_len: inputs per window.
+        dtype: type of the tokens.
 
     Returns:
         The compiled step, and its number of windows.
     """
     limit_bytes = _EVALUATION_SHARE * device_memory_bytes()
     while True:
-        compiled = step.lower(params, jax.ShapeDtypeStruct((batch_size, seq_len + 1), jnp.uint16)).compile()
+        compiled = step.lower(params, jax.ShapeDtypeStruct((batch_size, seq_len + 1), dtype)).compile()
         found: Any = compiled.memory_analysis()
         needed_bytes = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
         if needed_bytes <= limit_bytes or batch_size == 1:

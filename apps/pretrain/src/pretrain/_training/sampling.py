@@ -2,7 +2,7 @@
 
 import codecs
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from nnx_gpt2 import GPT2, generate, merge, num_params, replicated
+from owt_data import Tokenizer
 from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig
 from pretrain._run.history import Sample
 from pretrain._training.device_memory import device_memory_bytes
-
-if TYPE_CHECKING:
-    import tiktoken
 
 _END_TOKENS = 400
 _TEMPERATURE = 0.8
@@ -34,7 +32,7 @@ class Sampler:
         mesh: the devices of the parameters.
     """
 
-    def __init__(self, config: PretrainConfig, tokenizer: "tiktoken.Encoding | None", mesh: jax.sharding.Mesh) -> None:
+    def __init__(self, config: PretrainConfig, tokenizer: Tokenizer | None, mesh: jax.sharding.Mesh) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._gather = jax.jit(lambda params: params, out_shardings=replicated(mesh))
         self._is_sharded = config.mesh.fsdp * config.mesh.tensor > 1
@@ -95,7 +93,7 @@ class Sampler:
 class _Pieces:
     """The pieces of a text, as its tokens come. The bytes of an incomplete character wait for the others."""
 
-    def __init__(self, tokenizer: "tiktoken.Encoding", write: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]) -> None:
         self._tokenizer, self._write = tokenizer, write
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -107,7 +105,7 @@ class _Pieces:
 
 def continue_prompt(
     model: GPT2,
-    tokenizer: "tiktoken.Encoding",
+    tokenizer: Tokenizer,
     prompt: str,
     *,
     num_samples: int,

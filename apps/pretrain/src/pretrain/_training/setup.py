@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from nnx_gpt2 import (
     make_mesh,
     put_batch,
 )
-from owt_data import DataError, TokenData, load_tokenizer
+from owt_data import DataError, TokenData, Tokenizer, load_tokenizer
 from pretrain._config import PretrainConfig
 from pretrain._data import validation_sources
 from pretrain._training.configured_step import train_step_of
@@ -29,9 +29,6 @@ from pretrain._training.process import keep_freed_memory, keep_programs
 from pretrain._training.sampling import Sampler
 from pretrain._training.train_batches import check_readable
 from pretrain._training.validation import Validation
-
-if TYPE_CHECKING:
-    import tiktoken
 
 # The key of the initial parameters. No step has this number, so that no other key is the same.
 _INITIALIZATION = 2**32 - 1
@@ -48,7 +45,7 @@ class Setup:
     mesh: jax.sharding.Mesh
     device: Any
     """A device of this process."""
-    tokenizer: "tiktoken.Encoding | None"
+    tokenizer: Tokenizer | None
     """None if its files are missing: there are no samples then, and no bits per byte."""
     key: jax.Array
     """The key of dropout."""
@@ -63,7 +60,7 @@ class Setup:
     """On all validation tokens."""
     sampler: Sampler
 
-    def first_windows(self, batches: Iterator[NDArray[np.uint16]]) -> jax.Array:
+    def first_windows(self, batches: Iterator[NDArray[np.integer]]) -> jax.Array:
         """Take the next batch, and return it on the devices once the step is compiled for it."""
         windows = put_batch(next(batches), self.mesh)
         # The compiler for GPUs times kernels, and nothing else may run on the GPU at that time.

@@ -14,7 +14,7 @@ from ray_jax_launch import LaunchError
 
 def train_batches(
     config: PretrainConfig, data: TokenData, start: int, *, uses_ray_data: bool
-) -> Iterator[NDArray[np.uint16]]:
+) -> Iterator[NDArray[np.integer]]:
     """Yield this process's rows of the batch of each step after `start`, as `uint16[rows, seq_len + 1]`.
 
     Args:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnx_gpt2 import GPT2Config, make_eval_step, make_tree_eval_step, put_batch
-from owt_data import Tokens
+from owt_data import Tokenizer, Tokens
 from pretrain._run.metrics import Record, rounded
 from pretrain._run.step_losses import ValLosses
 from pretrain._training.device_memory import compile_what_fits
 from pretrain._training.validation_sources import ValidationSources
-
-if TYPE_CHECKING:
-    import tiktoken
 
 # Windows that are read at once to count the bytes of their text.
 _WINDOWS_AT_ONCE = 256
@@ -93,7 +90,9 @@ class Validation:
             params: the parameters.
         """
         largest = min(self._batch_size, len(self._read_indices))
-        self._step, self._batch_size = compile_what_fits(self._step, params, largest, self._seq_len)
+        self._step, self._batch_size = compile_what_fits(
+            self._step, params, largest, self._seq_len, self._read(np.arange(1)).dtype
+        )
 
     def loss(self, params: Any, track: Callable[[range], Iterable[int]] = iter) -> float:
         """Return the mean loss in nats per token. See `evaluate`."""
@@ -130,7 +129,7 @@ class Validation:
         )
         return total / self.num_tokens, of_windows
 
-    def measure(self, params: Any, tokenizer: "tiktoken.Encoding | None") -> tuple[Record, ValLosses]:
+    def measure(self, params: Any, tokenizer: Tokenizer | None) -> tuple[Record, ValLosses]:
         """Return the losses as a record has them, and those of the windows. A collective on a mesh: see `evaluate`.
 
         Args:
@@ -145,7 +144,7 @@ class Validation:
         of_sources = {f"val_loss/{name}": of_one for name, of_one in of_windows.of_sources.items()}
         return rounded(losses | of_sources), of_windows
 
-    def bits_per_byte(self, loss: float, tokenizer: "tiktoken.Encoding") -> float | None:
+    def bits_per_byte(self, loss: float, tokenizer: Tokenizer) -> float | None:
         """Return a loss in bits per byte of the text of the predicted tokens, or None if this text is empty.
 
         End-of-text tokens count in the loss, and have no bytes.
@@ -155,7 +154,7 @@ class Validation:
             tokenizer: the tokenizer of the tokens.
         """
         if self._num_bytes is None:
-            lengths = np.zeros(np.iinfo(np.uint16).max + 1, np.int64)
+            lengths = np.zeros(tokenizer.n_vocab, np.int64)
             for token_id in range(tokenizer.n_vocab):
                 if not tokenizer.is_special_token(token_id):
                     lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
@@ -191,7 +190,7 @@ class Validation:
         """Return how many tokens, from the end, count in each of these windows."""
         return np.where(self._is_last(rows), self._rest, self._seq_len)
 
-    def _read(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
+    def _read(self, rows: NDArray[np.int64]) -> NDArray[np.integer]:
         """Read windows, `uint16[N, seq_len + 1]`."""
         is_last = self._is_last(rows)
         indices = np.where(is_last, 0, self._read_indices[rows])
@@ -201,7 +200,7 @@ class Validation:
         return windows
 
 
-def last_tokens(tokens: Tokens, count: int) -> NDArray[np.uint16]:
+def last_tokens(tokens: Tokens, count: int) -> NDArray[np.integer]:
     """Read the last tokens, at least two, as windows of a single input."""
     pairs = tokens.windows(np.arange(len(tokens) - count, len(tokens) - 1), seq_len=1, order="sequential", seed=0)
     return np.append(pairs[:, 0], pairs[-1:, 1])

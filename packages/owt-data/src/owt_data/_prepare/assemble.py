@@ -18,10 +18,13 @@ from owt_data._prepare.planning import Request
 from owt_data._prepare.progress import Progress, Report
 from owt_data._prepare.write_splits import Ranges, copy_ranges, document_ends, documents_in, split_at, split_documents
 from owt_data._sources.source import BUILTIN
+from owt_data._tokenizer_files import TOKENIZER_FILE, name_in_folder, tokenizer_json
+from owt_data._tokenizer_names import width_for
 from owt_data._tokenizers import load_tokenizer
 from owt_data._tokens.document_index import index_name, write_index
 from owt_data._tokens.journal import ShardRecord, shard_folder, shard_path
-from owt_data._tokens.manifest import DTYPE, FORMAT, Manifest, SplitKind
+from owt_data._tokens.layout import Layout
+from owt_data._tokens.manifest import FORMAT, Manifest, SplitKind
 from owt_data._tokens.plan import Plan
 from owt_data._tokens.sequence import concatenate, local_sequence
 from owt_data._tokens.summary import summary_of
@@ -67,13 +70,16 @@ def assemble(
         source = f"{show_name(plan.source)} must hold rows with titles of wikitext, ' = Title = '"
         raise RejectedDocumentsError(f"{source}, got no title. Choose --documents rows.")
     tokenizer = load_tokenizer(options.tokenizer)
+    end_of_text, width = tokenizer.eot_token, width_for(tokenizer.n_vocab)
     # All tokens are read twice: to find the documents, and to copy them.
     advance = share_counter(2 * done.num_tokens, lambda share: report(dataclasses.replace(done, fraction=share)))
     sequences, ends = {}, {}
     for name in request.splits:
         folder = shard_folder(request.staging, name)
-        ends[name] = document_ends(folder, shards[name], tokenizer.eot_token, advance, begins=begins)
-        sequences[name] = local_sequence([shard_path(folder, index) for index in range(len(shards[name]))])
+        ends[name] = document_ends(folder, shards[name], end_of_text, advance, begins=begins, width=width)
+        sequences[name] = local_sequence(
+            [shard_path(folder, index) for index in range(len(shards[name]))], layout=Layout(width)
+        )
     whole = concatenate(list(sequences.values()))
     if "all" in shards:
         num_first = records[0].num_tokens if records else 0
@@ -87,7 +93,7 @@ def assemble(
     all_ends = np.concatenate([ends[name] + offset for name, offset in zip(ends, offsets, strict=False)])
     files = {}
     for name, file in (("train", TRAIN_NAME), ("val", VAL_NAME)):
-        summary = summary_of(file, options.documents, split, tokenizer.eot_token)
+        summary = summary_of(file, options.documents, split, end_of_text)
         files[file] = copy_ranges(whole, ranges[name], result / file, summary, advance)
         local_ends, numbers = documents_in(all_ends, ranges[name])
         write_index(
@@ -97,13 +103,15 @@ def assemble(
             sha256=files[file].sha256,
             durable=True,
         )
+    if (content := tokenizer_json(options.tokenizer)) is not None:
+        write_file(result / TOKENIZER_FILE, memoryview(content), durable=True)
     manifest = Manifest(
         format=FORMAT,
         version=version("owt-data"),
-        tokenizer=options.tokenizer,
+        tokenizer=name_in_folder(options.tokenizer),
         vocab_size=tokenizer.n_vocab,
         tokenizer_sha256=plan.tokenizer_sha256,
-        dtype=DTYPE,
+        dtype=width,
         files=files,
         source=plan.source,
         source_sha256=plan.source_sha256,

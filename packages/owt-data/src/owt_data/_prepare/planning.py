@@ -16,6 +16,8 @@ from owt_data._prepare.shards import MAX_SHARD_BYTES, MIN_SHARD_BYTES
 from owt_data._sources.documents import Documents
 from owt_data._sources.rows import is_wikitext_title
 from owt_data._sources.source import Source
+from owt_data._tokenizer_files import name_in_folder
+from owt_data._tokenizer_names import is_tokenizer_file
 from owt_data._tokens.plan import PLAN_FORMAT, PLAN_NAME, Plan, read_plan
 
 _log = logging.getLogger("owt_data")
@@ -117,6 +119,7 @@ def write_plan(request: Request, documents: dict[str, Documents], tokenizer_sha2
         layouts={split: opened.layout for split, opened in documents.items()},
         num_bytes=total,
         part_bytes=shard_bytes,
+        tokenizer=name_in_folder(request.options.tokenizer) if is_tokenizer_file(request.options.tokenizer) else None,
     )
     write_file(request.staging / PLAN_NAME, json.dumps(dataclasses.asdict(plan)), durable=True)
     return plan

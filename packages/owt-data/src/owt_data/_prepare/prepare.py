@@ -1,6 +1,7 @@
 """Preparation of `train.bin`, `val.bin` and `manifest.json` from text."""
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import shutil
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from owt_data._complete_files import rename_durably
+from owt_data._complete_files import rename_durably, write_file
 from owt_data._errors import DataError, RejectedDocumentsError, file_errors, show, show_name
 from owt_data._options import PrepareOptions, check_arguments
 from owt_data._paths import Names, is_uri, list_names, local_path, name_text
@@ -19,13 +20,14 @@ from owt_data._prepare.planning import Request, name_differences, open_documents
 from owt_data._prepare.progress import Progress, Report
 from owt_data._prepare.shards import MIN_SHARD_BYTES, Encoder, Follower, tokenize
 from owt_data._sources.source import Source, SourceStates, digest_of, find_splits
+from owt_data._tokenizer_files import TOKENIZER_FILE, name_from_folder, name_in_folder, tokenizer_json
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens.journal import ShardRecord, shard_folder, staging_path
 from owt_data._tokens.manifest import Manifest, check_sizes, read_manifest
 
 _RESULT_NAME = "result"
 # Names in the working folder of a preparation. Systems make hidden files, such as `.nfs000001`.
-_STAGING_NAMES = ("plan.json*", "parts-*", "result", "wanted*", "running", "error.txt*", ".*")
+_STAGING_NAMES = ("plan.json*", "parts-*", "result", "wanted*", "running", "error.txt*", "tokenizer.json*", ".*")
 
 
 def prepare(
@@ -99,8 +101,10 @@ def prepare_for(
             try:
                 request = Request(staging=staging, out=out, name=name, digest=digest, splits=splits, options=options)
                 plan = recover_plan(request)
-                with _encoder(splits, options.tokenizer, num_processes, use_ray) as encoder:
-                    tokenizer_sha256 = tokenizer_digest(load_tokenizer(options.tokenizer))
+                request = dataclasses.replace(request, options=_with_own_tokenizer(options, staging))
+                tokenizer = request.options.tokenizer
+                with _encoder(splits, tokenizer, num_processes, use_ray) as encoder:
+                    tokenizer_sha256 = tokenizer_digest(load_tokenizer(tokenizer))
                     documents = open_documents(request, plan, tokenizer_sha256)
                     plan = plan or write_plan(request, documents, tokenizer_sha256)
                     count = _counter(plan.num_bytes, report)
@@ -144,6 +148,19 @@ def local_folder(out: str | os.PathLike[str]) -> Path:
             f"The output must be a local or mounted folder, got {show(name)}. Prepare into one and copy it."
         )
     return path
+
+
+def _with_own_tokenizer(options: PrepareOptions, staging: Path) -> PrepareOptions:
+    """Return the options with a copy of the tokenizer's file in the working folder, if it has one.
+
+    All processes and machines read the copy, which does not change, and readers of unfinished tokens find it.
+    """
+    content = tokenizer_json(options.tokenizer)
+    if content is None:
+        return options
+    name = name_in_folder(options.tokenizer)
+    write_file(staging / TOKENIZER_FILE, memoryview(content))
+    return dataclasses.replace(options, tokenizer=name_from_folder(str(staging), name))
 
 
 def _silent(progress: Progress) -> None:

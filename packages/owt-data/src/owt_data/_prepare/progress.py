@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Progress of `prepare`."""
+    """Progress of `prepare`, or of the training of a tokenizer."""
 
     stage: str
-    """`reading`, `checking` (what earlier starts have tokenized), `tokenizing` or `assembling`."""
+    """`reading`, `checking` (what earlier starts have tokenized), `tokenizing` or `assembling`. For a tokenizer's
+    training, `reading` or `merging`."""
 
     fraction: float | None
     """Share of the stage that is done; None if its length is unknown."""

@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import tiktoken
 
 from owt_data._complete_files import write_file
 from owt_data._errors import DataError, file_errors
-from owt_data._tokenizers import encode_pieces, load_fast_tokenizer
+from owt_data._tokenizers import Tokenizer, encode_pieces, load_fast_tokenizer
 
 
-def encode_shard(batch: pa.RecordBatch, tokenizer: tiktoken.Encoding, path: Path) -> dict[str, Any]:
+def encode_shard(batch: pa.RecordBatch, tokenizer: Tokenizer, path: Path) -> dict[str, Any]:
     """Tokenize pieces of text into a shard file. The file gets its name when it is complete.
 
     Args:
         batch: `text: large_string`, `starts: bool` and `ends: bool`; see `encode_pieces`.
         tokenizer: the encoding.
-        path: the file to write, as raw little-endian uint16.
+        path: the file to write, as raw little-endian tokens; see `width_for`.
 
     Returns:
         `num_tokens`, `num_documents` and `sha256` of the file.

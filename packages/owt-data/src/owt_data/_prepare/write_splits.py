@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from owt_data._errors import DataError, show_name
 from owt_data._prepare.cpus import num_usable_cpus
+from owt_data._tokenizer_names import Width
 from owt_data._tokens.journal import ShardRecord, checksum, shard_path
 from owt_data._tokens.manifest import FileRecord
 from owt_data._tokens.sequence import SequenceReader, TokenSequence
@@ -26,7 +27,13 @@ Ranges = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def document_ends(
-    folder: Path, records: list[ShardRecord], end_of_text: int, report: Callable[[int], None], *, begins: bool
+    folder: Path,
+    records: list[ShardRecord],
+    end_of_text: int,
+    report: Callable[[int], None],
+    *,
+    begins: bool,
+    width: Width = "<u2",
 ) -> NDArray[np.int64]:
     """Return the exclusive end of each document in the sequence of all shards, and verify the shards' checksums.
 
@@ -36,6 +43,7 @@ def document_ends(
         end_of_text: the token that ends a document, or begins it.
         report: called with the number of tokens of each finished shard.
         begins: whether the token begins a document. Then the first document also has the tokens before it.
+        width: type of a token in a shard file.
 
     Raises:
         DataError: a shard file changed after it was written.
@@ -46,7 +54,7 @@ def document_ends(
         if checksum(path) != records[index].sha256:
             remedy = "Check the disk, and that all machines share the folder, and run the same command again."
             raise DataError(f"{show_name(path)} has changed after it was written. {remedy}")
-        return np.flatnonzero(np.fromfile(path, dtype="<u2") == end_of_text) + 1
+        return np.flatnonzero(np.fromfile(path, dtype=width) == end_of_text) + 1
 
     ends = [np.empty(0, dtype=np.int64)]
     before = 0
@@ -112,7 +120,7 @@ def copy_ranges(
     """
     reader = SequenceReader(sequence, max_open_files=2, in_order=True)
     chunk_tokens = min(_CHUNK_TOKENS, max(1, len(sequence) // _NUM_CHUNKS))
-    buffer = np.empty(chunk_tokens, dtype="<u2")
+    buffer = np.empty(chunk_tokens, dtype=sequence.dtype)
     with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
         for starts, stops in _chunks(ranges, chunk_tokens):
             offsets = np.concatenate([[0], np.cumsum(stops - starts)])

@@ -65,7 +65,7 @@ class Batches:
         return self.global_batch_size // self.world_size
 
 
-def read_batches(tokens: Tokens, batches: Batches, steps: NDArray[np.int64]) -> NDArray[np.uint16]:
+def read_batches(tokens: Tokens, batches: Batches, steps: NDArray[np.int64]) -> NDArray[np.integer]:
     """Read the windows of one worker at some steps.
 
     Args:
@@ -74,7 +74,7 @@ def read_batches(tokens: Tokens, batches: Batches, steps: NDArray[np.int64]) -> 
         steps: numbers of steps, `int64[N]`.
 
     Returns:
-        `uint16[N, G/n, seq_len + 1]`.
+        `uint16` or `uint32[N, G/n, seq_len + 1]`.
     """
     rows = batches.rank * batches.rows_per_step + np.arange(batches.rows_per_step)
     indices = steps[:, None] * batches.global_batch_size + rows

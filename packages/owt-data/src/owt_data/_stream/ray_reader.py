@@ -130,7 +130,7 @@ def step_windows(tokens: Tokens, batches: Batches, *, start_step: int, stop_step
         stop_step: last step, exclusive.
 
     Returns:
-        One row per step, with its number `step` (int64) and `tokens` (`uint16[G/n, seq_len + 1]`).
+        One row per step, with its number `step` (int64) and `tokens`, `uint16` or `uint32[G/n, seq_len + 1]`.
 
     Raises:
         DataError: an argument is out of its range.
@@ -153,7 +153,7 @@ def _read_steps(batch: Batch, *, tokens: Tokens, batches: Batches, start_step: i
 
 def read_steps_by_tasks(
     tokens: Tokens, batches: Batches, *, start_step: int, stop_step: int, first_steps: int = 200
-) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+) -> Iterator[tuple[int, NDArray[np.integer]]]:
     """Iterate over one worker's share of each step's batch, as `read_steps` does, mostly by tasks of Ray Data.
 
     Ray Data starts processes and needs seconds for its first batch. So a thread reads the first steps. The tasks start
@@ -167,7 +167,7 @@ def read_steps_by_tasks(
         first_steps: number of steps that a thread reads.
 
     Returns:
-        An iterator over `(step, uint16[G/n, seq_len + 1])`.
+        An iterator over `(step, uint16 or uint32[G/n, seq_len + 1])`.
 
     Raises:
         DataError: an argument is out of its range, or the tokens cannot be read.
@@ -182,8 +182,8 @@ def read_steps_by_tasks(
 
 
 def _hand_over(
-    by_thread: Iterator[tuple[int, NDArray[np.uint16]]], make_dataset: Callable[[], ray.data.Dataset]
-) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    by_thread: Iterator[tuple[int, NDArray[np.integer]]], make_dataset: Callable[[], ray.data.Dataset]
+) -> Iterator[tuple[int, NDArray[np.integer]]]:
     yield next(by_thread)
     with ThreadPoolExecutor(1) as thread:
         by_tasks = iter_steps(make_dataset())
@@ -195,8 +195,8 @@ def _hand_over(
 
 def iter_steps(
     dataset: ray.data.Dataset | ray.data.DataIterator, *, prefetch_steps: int = 32
-) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """Iterate over the rows of `step_windows` as `(step, uint16[G/n, seq_len + 1])`.
+) -> Iterator[tuple[int, NDArray[np.integer]]]:
+    """Iterate over the rows of `step_windows` as `(step, uint16 or uint32[G/n, seq_len + 1])`.
 
     Args:
         dataset: result of `step_windows`, or its iterator from Ray Train.
@@ -213,7 +213,7 @@ def iter_steps(
 
 def _iter_steps(
     dataset: ray.data.Dataset | ray.data.DataIterator, prefetch_steps: int
-) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+) -> Iterator[tuple[int, NDArray[np.integer]]]:
     prefetch_batches = -(-prefetch_steps // _STEPS_PER_FETCH)
     batches = dataset.iter_batches(batch_size=_STEPS_PER_FETCH, prefetch_batches=prefetch_batches, batch_format="numpy")
     try:

@@ -11,19 +11,28 @@ import datasets
 import numpy as np
 import ray
 import ray.data
-import tiktoken
 from numpy.typing import NDArray
 
-from owt_data._errors import MOST_PROCESSES, check_choice, check_flag, check_function, check_integer, check_text
-from owt_data._options import DocumentsKind, TokenizerName
+from owt_data._errors import (
+    MOST_PROCESSES,
+    DataError,
+    check_choice,
+    check_flag,
+    check_function,
+    check_integer,
+    check_text,
+    show,
+)
+from owt_data._options import DocumentsKind
 from owt_data._paths import Names
 from owt_data._sources.documents import Documents
 from owt_data._sources.rows import StartsDocument, every_row, is_wikitext_title
 from owt_data._sources.source import Source, find_source
 from owt_data._stream.ray_reader import untyped
-from owt_data._tokenizers import encode_pieces, load_fast_tokenizer, load_tokenizer
+from owt_data._tokenizer_files import tokenizer_name
+from owt_data._tokenizers import Tokenizer, encode_pieces, load_fast_tokenizer, load_tokenizer
 
-TokenDtype = Literal["uint16", "int32", "int64"]
+TokenDtype = Literal["uint16", "uint32", "int32", "int64"]
 
 _STARTS: dict[str, StartsDocument] = {"rows": every_row, "wikitext-titles": is_wikitext_title}
 _ROWS_PER_READ = 256
@@ -34,7 +43,7 @@ _BLOCK_BYTES = 1 << 20
 Rows = list[tuple[str, bool]]
 """Rows of text, each with True if it begins a document."""
 
-Result = Callable[[], NDArray[np.uint16]]
+Result = Callable[[], NDArray[np.integer]]
 """Function that waits for the tokens of rows."""
 
 
@@ -42,7 +51,7 @@ def stream_text(  # noqa: PLR0913 - the options of the blocks are independent
     source: Names | datasets.Dataset | datasets.IterableDataset,
     *,
     block_size: int,
-    tokenizer: TokenizerName = "gpt2",
+    tokenizer: str = "gpt2",
     documents: DocumentsKind = "wikitext-titles",
     starts_document: StartsDocument | None = None,
     row_end: str = "",
@@ -72,7 +81,7 @@ def stream_text(  # noqa: PLR0913 - the options of the blocks are independent
         source: see `find_source`, or a loaded dataset. Each line of a `.txt` file is a row, including its line break;
             a line of blanks is the empty row, as in wikitext on the Hugging Face hub.
         block_size: tokens in a block.
-        tokenizer: name of the tokenizer.
+        tokenizer: the tokenizer; see `load_tokenizer`.
         documents: the rows that begin a document, every row or the titles of wikitext.
         starts_document: predicate for rows that begin a document, in place of `documents`. Pickled for the task.
         row_end: text to append to each row, such as `"\n"`.
@@ -82,7 +91,7 @@ def stream_text(  # noqa: PLR0913 - the options of the blocks are independent
         world_size: number of workers.
         text_column: the column with the text.
         column: name of the column with the tokens.
-        dtype: type of the tokens.
+        dtype: type of the tokens. It must hold all ids of the tokenizer.
         batch_size: rows of text that are tokenized at once.
         num_cpus: CPUs of the task that reads, and its number of tokenizing threads.
         num_tasks: number of Ray tasks of one CPU each that tokenize, on any node. 1: the task that reads also
@@ -113,7 +122,10 @@ def stream_text(  # noqa: PLR0913 - the options of the blocks are independent
     is_loaded = isinstance(source, datasets.Dataset | datasets.IterableDataset)
     found = source if is_loaded else find_source(source)
     starts = _STARTS[documents] if starts_document is None else starts_document
-    load_tokenizer(tokenizer)  # raises the error of a failed download here, not in the task
+    tokenizer = tokenizer_name(tokenizer)
+    num_ids = load_tokenizer(tokenizer).n_vocab  # raises the error of a failed download here, not in the task
+    if num_ids > np.iinfo(dtype).max + 1:
+        raise DataError(f"dtype must hold the {num_ids} ids of {show(tokenizer)}, got {dtype}. Choose uint32.")
 
     def produce(_: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         encoding = load_tokenizer(tokenizer)
@@ -152,24 +164,24 @@ def _rows(
             yield from ((text + row_end, starts_document(text)) for text in dict(batch)[text_column])
 
 
-def _encode(rows: Rows, tokenizer: str) -> NDArray[np.uint16]:
+def _encode(rows: Rows, tokenizer: str) -> NDArray[np.integer]:
     """Return the tokens of rows, with an end-of-text token before each row that begins a document."""
     return encode_pieces(((row, starts, False) for row, starts in rows), load_fast_tokenizer(tokenizer))
 
 
-def _in_threads(groups: Iterator[Rows], tokenizer: str, num_threads: int) -> Iterator[NDArray[np.uint16]]:
+def _in_threads(groups: Iterator[Rows], tokenizer: str, num_threads: int) -> Iterator[NDArray[np.integer]]:
     """Tokenize groups of rows in threads of this process, and yield their tokens in order."""
     with ThreadPoolExecutor(num_threads) as threads:
         yield from _in_order((threads.submit(_encode, rows, tokenizer).result for rows in groups), 2 * num_threads)
 
 
-def _in_tasks(groups: Iterator[Rows], tokenizer: str, num_tasks: int) -> Iterator[NDArray[np.uint16]]:
+def _in_tasks(groups: Iterator[Rows], tokenizer: str, num_tasks: int) -> Iterator[NDArray[np.integer]]:
     """Tokenize groups of rows in Ray tasks, and yield their tokens in order."""
     encode = ray.remote(num_cpus=1)(_encode)
     return _in_order((functools.partial(ray.get, encode.remote(rows, tokenizer)) for rows in groups), num_tasks)
 
 
-def _in_order(results: Iterable[Result], max_pending: int) -> Iterator[NDArray[np.uint16]]:
+def _in_order(results: Iterable[Result], max_pending: int) -> Iterator[NDArray[np.integer]]:
     """Yield results in order. To ask for a result starts its work; the number of pending results is bounded."""
     pending: deque[Result] = deque()
     for result in results:
@@ -180,9 +192,9 @@ def _in_order(results: Iterable[Result], max_pending: int) -> Iterator[NDArray[n
         yield pending.popleft()()
 
 
-def _pack(pieces: Iterable[NDArray[np.uint16]], block_size: int, rows_per_batch: int) -> Iterator[NDArray[np.uint16]]:
+def _pack(pieces: Iterable[NDArray[np.integer]], block_size: int, rows_per_batch: int) -> Iterator[NDArray[np.integer]]:
     """Join pieces and cut them into `[rows, block_size]` of at least `rows_per_batch` rows; the last has fewer."""
-    held: list[NDArray[np.uint16]] = []
+    held: list[NDArray[np.integer]] = []
     num_held = 0
     for piece in pieces:
         held.append(piece)
@@ -196,7 +208,7 @@ def _pack(pieces: Iterable[NDArray[np.uint16]], block_size: int, rows_per_batch:
         yield np.concatenate(held)[: num_held // block_size * block_size].reshape(-1, block_size)
 
 
-def _segments(blocks: NDArray[np.uint16], encoding: tiktoken.Encoding) -> NDArray[np.int32]:
+def _segments(blocks: NDArray[np.integer], encoding: Tokenizer) -> NDArray[np.int32]:
     """Return the index of each token's document in its block. An end-of-text token begins a document."""
     begun = np.cumsum(blocks == encoding.eot_token, axis=1, dtype=np.int32)
     return begun - begun[:, :1]

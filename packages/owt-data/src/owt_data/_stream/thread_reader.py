@@ -19,7 +19,7 @@ _STEPS_AT_ONCE = 8
 
 def read_steps(
     tokens: Tokens, batches: Batches, *, start_step: int, stop_step: int, prefetch_steps: int = 4
-) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+) -> Iterator[tuple[int, NDArray[np.integer]]]:
     """Iterate over one worker's share of each step's batch, as `iter_steps` of `step_windows` does, without Ray.
 
     The arguments are checked at the call. A thread reads ahead from the first `next` on. It may wait for tokens that
@@ -33,7 +33,7 @@ def read_steps(
         prefetch_steps: number of steps to read ahead. As many are read at once from object storage, up to 8.
 
     Returns:
-        An iterator over `(step, uint16[G/n, seq_len + 1])`.
+        An iterator over `(step, uint16 or uint32[G/n, seq_len + 1])`.
 
     Raises:
         DataError: an argument is out of its range, or the tokens cannot be read.
@@ -49,13 +49,13 @@ def read_steps(
 
 
 def _read_ahead(
-    read_steps: Callable[[range], NDArray[np.uint16]], steps: range, prefetch_steps: int, most_at_once: int
-) -> Iterator[tuple[int, NDArray[np.uint16]]]:
+    read_steps: Callable[[range], NDArray[np.integer]], steps: range, prefetch_steps: int, most_at_once: int
+) -> Iterator[tuple[int, NDArray[np.integer]]]:
     """Yield each step and its result, which a thread reads ahead. The first step is read alone, to begin soon."""
-    read: queue.Queue[tuple[int, NDArray[np.uint16] | Exception]] = queue.Queue(prefetch_steps)
+    read: queue.Queue[tuple[int, NDArray[np.integer] | Exception]] = queue.Queue(prefetch_steps)
     stopped = threading.Event()
 
-    def put(item: tuple[int, NDArray[np.uint16] | Exception]) -> None:
+    def put(item: tuple[int, NDArray[np.integer] | Exception]) -> None:
         while not stopped.is_set():
             try:
                 return read.put(item, timeout=_PUT_TIMEOUT_S)

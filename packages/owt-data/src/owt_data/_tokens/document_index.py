@@ -24,6 +24,7 @@ from owt_data._complete_files import write_file
 from owt_data._errors import DataError, UnreadableError, one_line, show_name
 from owt_data._json_types import parse_record
 from owt_data._paths import connect, look_up, read_blocks
+from owt_data._tokens.layout import Layout
 
 _log = logging.getLogger("owt_data")
 
@@ -124,13 +125,16 @@ def ends_of_marks(marks: NDArray[np.int64], num_tokens: int, *, begins: bool, co
     return np.append(ends, num_tokens) if num_tokens and (not len(ends) or ends[-1] < num_tokens) else ends
 
 
-def find_marks(path: str, end_of_text: int, advance: Callable[[int], None]) -> tuple[NDArray[np.int64], int]:
+def find_marks(
+    path: str, layout: Layout, end_of_text: int, advance: Callable[[int], None]
+) -> tuple[NDArray[np.int64], int]:
     """Return the positions of the end-of-text tokens of a file, `int64[N]`, and the number of its tokens.
 
     The file is read once.
 
     Args:
         path: the token file.
+        layout: its layout.
         end_of_text: the token.
         advance: called with the number of tokens of each block.
 
@@ -138,8 +142,8 @@ def find_marks(path: str, end_of_text: int, advance: Callable[[int], None]) -> t
         DataError: the file cannot be read.
     """
     marks, start = [np.empty(0, np.int64)], 0
-    for block in read_blocks(path):
-        tokens = np.frombuffer(block, dtype="<u2")
+    for block in read_blocks(path, layout.offset):
+        tokens = np.frombuffer(block, dtype=layout.dtype)
         marks.append(np.flatnonzero(tokens == end_of_text) + start)
         start += len(tokens)
         advance(len(tokens))

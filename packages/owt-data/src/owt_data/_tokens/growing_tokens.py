@@ -16,7 +16,9 @@ from owt_data._complete_files import write_file
 from owt_data._errors import DataError, UnreadableError, check_choice, check_integer, one_line, show_name
 from owt_data._options import STREAM_ORDERS, OrderKind
 from owt_data._paths import TRAIN_NAME, VAL_NAME, name_text, open_regular
+from owt_data._tokenizer_names import width_for
 from owt_data._tokens.journal import JournalPlace, read_journal_after, shard_folder, shard_path, staging_path
+from owt_data._tokens.layout import RAW, Layout
 from owt_data._tokens.manifest import read_manifest
 from owt_data._tokens.sequence import TokenSequence, concatenate, local_sequence
 from owt_data._tokens.window_order import as_int64, check_seed, num_windows
@@ -117,8 +119,8 @@ class GrowingTokens:
         """
         return num_windows(len(self), seq_len)
 
-    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
-        """Return the windows at these indices of an order, `uint16[N, seq_len + 1]`. Wait until they exist.
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.integer]:
+        """Return the windows at these indices of an order, `uint16[N, seq_len + 1]` or `uint32`. Wait until they exist.
 
         Raises:
             DataError: the order needs the number of all tokens, or the preparation has failed or ended.
@@ -135,7 +137,7 @@ class GrowingTokens:
         indices = as_int64("index", indices)
         last = int(indices.max(initial=0))
 
-        def read() -> NDArray[np.uint16] | None:
+        def read() -> NDArray[np.integer] | None:
             if (self._split == "train" and last >= num_windows(len(self._tokens), seq_len)) or not len(self._tokens):
                 self._refresh()
             if self.is_complete or self._split == "val":
@@ -212,7 +214,7 @@ class GrowingTokens:
             return
         if read_manifest(self._folder) is not None:
             name = {"train": TRAIN_NAME, "val": VAL_NAME}[self._split]
-            self._found = local_sequence([self._folder / name], self._vocab_size), JournalPlace()
+            self._found = self._sequence([self._folder / name]), JournalPlace()
             self.is_complete = True
             return
         shards = shard_folder(staging_path(self._folder), "all" if self._is_one_source else self._split)
@@ -226,8 +228,12 @@ class GrowingTokens:
             numbers = range(max(1, numbers.start), numbers.stop)
         elif self._is_one_source:
             numbers = range(numbers.start, min(1, numbers.stop))
-        new = local_sequence([shard_path(shards, number) for number in numbers], self._vocab_size)
+        new = self._sequence([shard_path(shards, number) for number in numbers])
         self._found = concatenate([*kept, new]), place
+
+    def _sequence(self, paths: list[Path]) -> TokenSequence:
+        layout = RAW if self._vocab_size is None else Layout(width_for(self._vocab_size))
+        return local_sequence(paths, self._vocab_size, layout)
 
     def _want(self, stop: int) -> None:
         """Tell the preparation that the tokens before `stop` are needed."""

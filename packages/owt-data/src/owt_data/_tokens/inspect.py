@@ -24,6 +24,9 @@ class Inspection:
     num_tokens: dict[str, int]
     """Number of tokens by split, `train` and `val`."""
 
+    num_bytes: dict[str, int]
+    """Bytes of the tokens by split."""
+
     samples: dict[str, dict[str, str]]
     """Text of three windows, by split and by `first`, `middle` or `last`."""
 
@@ -36,7 +39,7 @@ def inspect(name: str | os.PathLike[str], *, tokenizer: str = "gpt2", window_tok
 
     Args:
         name: a folder of token files, or a `.bin` file, on disk or in object storage.
-        tokenizer: tokenizer of files without a manifest.
+        tokenizer: tokenizer of files without a manifest; see `load_tokenizer`.
         window_tokens: length of a sample.
 
     Raises:
@@ -46,11 +49,12 @@ def inspect(name: str | os.PathLike[str], *, tokenizer: str = "gpt2", window_tok
     name = normalize(name)
     data = open_tokens(name, tokenizer=tokenizer)
     encoding = load_tokenizer(data.tokenizer)
-    samples = {}
+    samples, num_bytes = {}, {}
     for split, tokens in (("train", data.train), ("val", data.val)):
         assert isinstance(tokens, TokenSequence), "one name gives a sequence"
         last = max(0, len(tokens) - window_tokens)
         samples[split] = {}
+        num_bytes[split] = sum(len(span) * span.layout.bytes_per_token for span in tokens.spans)
         for place, start in (("first", 0), ("middle", last // 2), ("last", last)):
             window = tokens.read(start, min(start + window_tokens, len(tokens)))
             samples[split][place] = encoding.decode(window.tolist())
@@ -58,6 +62,7 @@ def inspect(name: str | os.PathLike[str], *, tokenizer: str = "gpt2", window_tok
         tokenizer=data.tokenizer,
         vocab_size=data.vocab_size,
         num_tokens={"train": len(data.train), "val": len(data.val)},
+        num_bytes=num_bytes,
         samples=samples,
         manifest=None if name.endswith(".bin") else read_manifest(name),
     )

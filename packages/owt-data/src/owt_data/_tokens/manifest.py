@@ -5,15 +5,14 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from pyarrow.fs import FileType
 
 from owt_data._errors import DataError, check_integer, check_type, file_errors, one_line, show, show_name
 from owt_data._json_types import parse_record, read_json
-from owt_data._options import TokenizerName, check_record
+from owt_data._options import check_record
 from owt_data._paths import (
-    BYTES_PER_TOKEN,
     MANIFEST_NAME,
     TRAIN_NAME,
     VAL_NAME,
@@ -23,15 +22,15 @@ from owt_data._paths import (
     look_up_as,
     normalize,
 )
+from owt_data._tokenizer_files import is_name_in_folder
+from owt_data._tokens.layout import MOST_IDS, Layout
 
-DTYPE: Literal["<u2"] = "<u2"
 FORMAT = 1
 """Format of the manifest and the token files."""
 
 SplitKind = Literal["documents", "position", "start", "sources"]
 """Kind of a split."""
 
-_MOST_IDS = 1 << 16
 _SHA256 = re.compile("[0-9a-f]{64}")
 _REMEDY = "Restore it from a copy, or delete the folder and prepare it again."
 
@@ -70,7 +69,7 @@ class Manifest:
     """Version of owt-data that wrote the files."""
 
     tokenizer: str
-    """Name of the tokenizer."""
+    """Name of the tokenizer; `tokenizer.json::TOKEN` for the file in the folder, with its end-of-text token."""
 
     vocab_size: int
     """Number of token ids, including end-of-text."""
@@ -78,7 +77,7 @@ class Manifest:
     tokenizer_sha256: str
     """SHA-256 of the tokenizer's pieces, in order of their ids."""
 
-    dtype: Literal["<u2"]
+    dtype: Literal["<u2", "<u4"]
     """numpy type of a token on disk."""
 
     files: dict[str, FileRecord]
@@ -104,9 +103,9 @@ class Manifest:
             check_type(name, getattr(self, name), dict, "a dict")
         if self.files.keys() != {TRAIN_NAME, VAL_NAME}:
             raise ValueError(f"files are {sorted(self.files)}")
-        if self.tokenizer not in get_args(TokenizerName):
+        if not is_name_in_folder(self.tokenizer):
             raise ValueError(f"tokenizer is {show(self.tokenizer)}")
-        check_integer("vocab_size", self.vocab_size, least=1, most=_MOST_IDS)
+        check_integer("vocab_size", self.vocab_size, least=1, most=MOST_IDS)
         _check_sha256("tokenizer_sha256", self.tokenizer_sha256)
         _check_sha256("source_sha256", self.source_sha256)
         check_record(self.options)
@@ -129,7 +128,7 @@ def check_sizes(folder: str, manifest: Manifest) -> None:
     """
     for name, record in manifest.files.items():
         path = join(folder, name)
-        num_bytes = BYTES_PER_TOKEN * record.num_tokens
+        num_bytes = Layout(manifest.dtype).place(record.num_tokens)
         size = look_up_as(path, FileType.File, "a token file", _REMEDY, suggest=False).size
         if size != num_bytes:
             raise DataError(

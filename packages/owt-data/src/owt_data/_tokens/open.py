@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pyarrow.fs import FileType
 
 from owt_data._digests import computed_once, lasting_state
 from owt_data._errors import DataError, file_errors, show, show_name
 from owt_data._paths import (
-    BYTES_PER_TOKEN,
     TOKEN_NAMES,
     TRAIN_NAME,
     VAL_NAME,
@@ -26,14 +24,17 @@ from owt_data._paths import (
     holds_tokens,
     is_uri,
     join,
+    list_folder,
     look_up_as,
     normalize,
     read_blocks,
     remote_state,
+    shards_by_split,
 )
-from owt_data._tokenizers import vocab_size
+from owt_data._tokenizer_files import end_of_text_id, name_from_folder, tokenizer_label, tokenizer_name, vocab_size
 from owt_data._tokens.growing_tokens import GrowingTokens
 from owt_data._tokens.journal import staging_path
+from owt_data._tokens.layout import Layout, find_layout
 from owt_data._tokens.manifest import check_sizes, read_manifest
 from owt_data._tokens.mixture_stages import MixtureWeight, split_weights
 from owt_data._tokens.plan import Plan, read_plan, source_fingerprint
@@ -57,10 +58,13 @@ class TokenData:
     """Validation tokens; those of all sequences of a mixture, one after the other."""
 
     tokenizer: str
-    """Name of the tokenizer of the tokens."""
+    """Name of the tokenizer of the tokens; for one of a file, the path of the file and its end-of-text token."""
 
     vocab_size: int
     """Number of token ids. Every token is smaller."""
+
+    end_of_text: int
+    """Id of the token that ends a document."""
 
     fingerprint: dict[str, Any]
     """Fingerprint for checkpoints, equal for equal tokens of the same tokenizer. Its entry `manifest` tells whether a
@@ -98,17 +102,19 @@ def open_tokens(names: Names | Mapping[str, MixtureWeight], *, tokenizer: str) -
     when windows are read.
 
     Args:
-        names: a folder with `train.bin` and `val.bin`; a `.bin` file or a glob of them, split 90/10 by position; a
-            list of such names, read one after the other; `.bin` files by split, as `train=...` and `val=...`; or
-            folders and files with weights, mixed. A weight that changes is a list of pairs: the index of a window, and
-            the weight from there on. `s3://` and `gs://` names are read in ranges.
+        names: a folder with `train.bin` and `val.bin`, or with shards such as `fineweb_train_000001.bin` and
+            `fineweb_val_000000.bin`; a `.bin` file or a glob of them, split 90/10 by position; a list of such names,
+            read one after the other; `.bin` files by split, as `train=...` and `val=...`; or folders and files with
+            weights, mixed. A weight that changes is a list of pairs: the index of a window, and the weight from there
+            on. `s3://` and `gs://` names are read in ranges. Files of llm.c and modded-nanogpt, which begin
+            with a header, are read as they are; see `find_layout` for the width of tokens without one.
         tokenizer: tokenizer of files without a manifest.
 
     Raises:
         DataError: the tokenizer is unknown; a file is missing or truncated, or holds ids outside the vocabulary; or
             the names do not fit together.
     """
-    vocab_size(tokenizer)  # an unknown name is an error beside a manifest too
+    tokenizer = tokenizer_name(tokenizer)  # an unknown name is an error beside a manifest too
     if isinstance(names, Mapping):
         return _open_mixture(names, tokenizer)
     by_split = group_by_split(names)
@@ -137,18 +143,29 @@ def _open_splits(paths: dict[str, list[str]], tokenizer: str) -> TokenData:
         raise DataError(
             f"train=... and val=... must name .bin files, got {show_name(others[0])}. Name its token files."
         )
-    spans = {split: [_look_up_span(path) for path in group] for split, group in paths.items()}
-    digests = {split: [_read_sha256(span, tokenizer) for span in group] for split, group in spans.items()}
+    names = [f"{split}={path}" for split, group in paths.items() for path in group]
+    return _open_split_files(names, paths, tokenizer)
+
+
+def _open_split_files(
+    names: str | list[str], paths: dict[str, list[str]], tokenizer: str, *, one_layout: bool = False
+) -> TokenData:
+    """Open token files by split. `names` opens them again."""
     num_ids = vocab_size(tokenizer)
+    spans = {split: [_look_up_span(path, num_ids) for path in group] for split, group in paths.items()}
+    if one_layout:
+        _check_one_layout([span for group in spans.values() for span in group])
+    digests = {split: [_read_sha256(span, num_ids) for span in group] for split, group in spans.items()}
     tokens = {split: concatenate([_sequence_of(span, num_ids) for span in group]) for split, group in spans.items()}
     return TokenData(
-        names=[f"{split}={path}" for split, group in paths.items() for path in group],
+        names=names,
         train=tokens["train"],
         val=tokens["val"],
         tokenizer=tokenizer,
         vocab_size=num_ids,
+        end_of_text=end_of_text_id(tokenizer),
         # Equal to the fingerprint of a folder with these two files and no manifest.
-        fingerprint={"tokenizer": tokenizer, "manifest": False}
+        fingerprint={"tokenizer": tokenizer_label(tokenizer), "manifest": False}
         | {f"{split}.bin": group[0] if len(group) == 1 else group for split, group in digests.items()},
         file_digests={
             path: sha256 for split in paths for path, sha256 in zip(paths[split], digests[split], strict=True)
@@ -211,15 +228,16 @@ def _combine(
     fingerprint: dict[str, Any],
     val_lengths: tuple[int, ...] = (),
 ) -> TokenData:
-    tokenizers = {data.tokenizer for data in opened}
-    if len(tokenizers) != 1:
-        raise DataError(f"All tokens must be of one tokenizer, got {show(sorted(tokenizers))}. Prepare them with one.")
+    labels = {tokenizer_label(data.tokenizer) for data in opened}
+    if len(labels) != 1:
+        raise DataError(f"All tokens must be of one tokenizer, got {show(sorted(labels))}. Prepare them with one.")
     return TokenData(
         names=names,
         train=train,
         val=concatenate([_sequence(data.val) for data in opened]),
         tokenizer=opened[0].tokenizer,
         vocab_size=opened[0].vocab_size,
+        end_of_text=opened[0].end_of_text,
         fingerprint=fingerprint,
         val_lengths=val_lengths,
         digests={path: sha256 for data in opened for path, sha256 in data.digests.items()},
@@ -230,35 +248,84 @@ def _combine(
 def _open_folder(folder: str, tokenizer: str) -> TokenData:
     plan = None if is_uri(folder) else read_plan(staging_path(Path(folder)))
     if plan is not None and read_manifest(folder) is None:
-        return _open_growing(Path(folder), plan)
+        return _open_growing(Path(folder), plan, tokenizer)
     remedy = "Prepare text with owt-data prepare first, or correct the name."
     look_up_as(folder, FileType.Directory, "a folder of token files or a .bin file", remedy)
     manifest = read_manifest(folder)
+    if manifest is None and (shards := _shards_in(folder)):
+        return _open_split_files(folder, shards, tokenizer, one_layout=True)
     if manifest is not None:
         check_sizes(folder, manifest)
-    spans = {name: _look_up_span(join(folder, name), "Write both files, or name a .bin file.") for name in TOKEN_NAMES}
-    if manifest is None:
-        digests = {name: _read_sha256(span, tokenizer) for name, span in spans.items()}
+        tokenizer, num_ids = name_from_folder(folder, manifest.tokenizer), manifest.vocab_size
+    else:
         num_ids = vocab_size(tokenizer)
+    layout, remedy = None if manifest is None else Layout(manifest.dtype), "Write both files, or name a .bin file."
+    spans = {name: _look_up_span(join(folder, name), num_ids, remedy, layout=layout) for name in TOKEN_NAMES}
+    if manifest is None:
+        digests = {name: _read_sha256(span, num_ids) for name, span in spans.items()}
     else:
         digests = {name: record.sha256 for name, record in manifest.files.items()}
-        tokenizer, num_ids = manifest.tokenizer, manifest.vocab_size
     return TokenData(
         names=folder,
         train=_sequence_of(spans[TRAIN_NAME], num_ids),
         val=_sequence_of(spans[VAL_NAME], num_ids),
         tokenizer=tokenizer,
         vocab_size=num_ids,
-        fingerprint={"tokenizer": tokenizer, "manifest": manifest is not None, **digests},
+        end_of_text=end_of_text_id(tokenizer),
+        fingerprint={"tokenizer": tokenizer_label(tokenizer), "manifest": manifest is not None, **digests},
         source_fingerprint=None if manifest is None else source_fingerprint(manifest),
         digests={} if manifest is None or is_uri(folder) else {join(folder, name): digests[name] for name in digests},
         file_digests={join(folder, name): digests[name] for name in digests},
     )
 
 
-def _open_growing(folder: Path, plan: Plan) -> TokenData:
-    """Open a folder that is being prepared."""
-    tokenizer = plan.options["tokenizer"]
+def _shards_in(folder: str) -> dict[str, list[str]]:
+    """Return the paths of the shards in a folder without a manifest, by split; empty for `train.bin` and `val.bin`.
+
+    Raises:
+        DataError: the folder has shards, and lacks those of a split, or has other token files too.
+    """
+    found = list_folder(folder)
+    shards = shards_by_split(found)
+    if not shards:
+        return {}
+    for split in ("train", "val"):
+        if split not in shards:
+            raise DataError(
+                f"{show_name(folder)} must have shards of both splits, got none named ..._{split}_....bin. Copy them "
+                f"too, or name files as train=... and val=...."
+            )
+    datasets = {name.rpartition(f"_{split}")[0] for split, group in shards.items() for name in group}
+    mixed = sorted(datasets) if len(datasets) > 1 else [name for name in TOKEN_NAMES if name in found]
+    if mixed:
+        raise DataError(
+            f"{show_name(folder)} must have the shards of one dataset, got those of {', '.join(sorted(datasets))}"
+            f"{'' if len(datasets) > 1 else f' and {mixed[0]}'}. Name the files as train=... and val=...."
+        )
+    return {split: [join(folder, name) for name in group] for split, group in shards.items()}
+
+
+def _check_one_layout(spans: list[TokenSpan]) -> None:
+    """Check that shards have one layout. Else one of them is damaged, or of another program."""
+    for span in spans:
+        if span.layout != spans[0].layout:
+            raise DataError(
+                f"{show_name(span.path)} must be {spans[0].layout} as {show_name(spans[0].path)}, got {span.layout}. "
+                "Copy it again, or name the files as train=... and val=...."
+            )
+
+
+def _open_growing(folder: Path, plan: Plan, tokenizer: str) -> TokenData:
+    """Open a folder that is being prepared.
+
+    Args:
+        folder: the folder.
+        plan: the plan of its preparation.
+        tokenizer: the tokenizer that the caller names. That of the plan has a copy in the working folder.
+    """
+    label = plan.options["tokenizer"]
+    if label != tokenizer_label(tokenizer):
+        tokenizer = label if plan.tokenizer is None else name_from_folder(str(staging_path(folder)), plan.tokenizer)
     train, val = (
         GrowingTokens(folder, split, is_one_source="all" in plan.layouts, vocab_size=vocab_size(tokenizer))
         for split in ("train", "val")
@@ -269,6 +336,7 @@ def _open_growing(folder: Path, plan: Plan) -> TokenData:
         val=val,
         tokenizer=tokenizer,
         vocab_size=vocab_size(tokenizer),
+        end_of_text=end_of_text_id(tokenizer),
         fingerprint=source_fingerprint(plan),
         source_fingerprint=source_fingerprint(plan),
     )
@@ -276,18 +344,20 @@ def _open_growing(folder: Path, plan: Plan) -> TokenData:
 
 def _open_files(paths: list[str], tokenizer: str) -> TokenData:
     """Open `.bin` files as one sequence. The first 90 % of its tokens are for training."""
-    spans = [_look_up_span(path) for path in paths]
-    whole = concatenate([_sequence_of(span, vocab_size(tokenizer)) for span in spans])
+    num_ids = vocab_size(tokenizer)
+    spans = [_look_up_span(path, num_ids) for path in paths]
+    whole = concatenate([_sequence_of(span, num_ids) for span in spans])
     boundary = round(len(whole) * (1 - _VAL_FRACTION))
-    digests = [_read_sha256(span, tokenizer) for span in spans]
+    digests = [_read_sha256(span, num_ids) for span in spans]
     return TokenData(
         names=paths[0] if len(paths) == 1 else paths,
         train=whole.between(0, boundary),
         val=whole.between(boundary, len(whole)),
         tokenizer=tokenizer,
         vocab_size=vocab_size(tokenizer),
+        end_of_text=end_of_text_id(tokenizer),
         fingerprint={
-            "tokenizer": tokenizer,
+            "tokenizer": tokenizer_label(tokenizer),
             "manifest": False,
             "split": boundary,
             "whole": digests[0] if len(digests) == 1 else digests,
@@ -300,41 +370,33 @@ def _sequence_of(span: TokenSpan, num_ids: int) -> TokenSequence:
     return TokenSequence((span,) if len(span) else (), num_ids)
 
 
-def _look_up_span(path: str, remedy: str = "") -> TokenSpan:
-    """Return all tokens of a file as a span. The remedy is for a file that the user has not named."""
-    size = look_up_as(path, FileType.File, "a token file", remedy, suggest=not remedy).size
-    if size % BYTES_PER_TOKEN:
-        raise DataError(f"{show_name(path)} must have an even number of bytes, two per token, got {size}.")
-    return TokenSpan(path=path, start=0, stop=size // BYTES_PER_TOKEN)
+def _look_up_span(path: str, num_ids: int, remedy: str = "", *, layout: Layout | None = None) -> TokenSpan:
+    """Return all tokens of a file as a span.
+
+    Args:
+        path: the file.
+        num_ids: number of ids of the tokenizer.
+        remedy: a sentence, for a file that the user has not named.
+        layout: the layout, if a manifest gives it.
+    """
+    size = look_up_as(path, FileType.File, "a token file", remedy, suggest=not remedy).size or 0
+    layout = layout or find_layout(path, size, num_ids)
+    return TokenSpan(path=path, start=0, stop=layout.num_tokens(size), layout=layout)
 
 
-def _read_sha256(span: TokenSpan, tokenizer: str) -> str:
-    """Return the SHA-256 of a file without a manifest, and check its format and ids. The file is read once."""
-    num_ids = vocab_size(tokenizer)
+def _read_sha256(span: TokenSpan, num_ids: int) -> str:
+    """Return the SHA-256 of the tokens of a file without a manifest, and check their ids. The file is read once."""
 
     def read() -> str:
         start = 0
         digest = hashlib.sha256()
-        for number, block in enumerate(read_blocks(span.path)):
-            tokens = np.frombuffer(block, dtype="<u2")
-            if number == 0:
-                _check_format(span.path, block, tokens)
+        for block in read_blocks(span.path, span.layout.offset):
+            tokens = np.frombuffer(block, dtype=span.layout.dtype)
             check_ids(tokens, num_ids, span.path, start)
             digest.update(block)
             start += len(tokens)
         return digest.hexdigest()
 
     state_of = remote_state if is_uri(span.path) else lasting_state
-    name = f"{span.path} as ids below {num_ids}"
-    return computed_once(name, BYTES_PER_TOKEN * len(span), lambda: state_of(span.path), read)
-
-
-def _check_format(path: str, block: bytes, tokens: NDArray[np.uint16]) -> None:
-    """Reject formats that are easily mistaken for token files."""
-    found = "a .npy file" if block.startswith(b"\x93NUMPY") else None
-    if len(tokens) >= 64 and not tokens[1::2].any():
-        found = "32-bit values, as every second one of 16 bits is 0"
-    if found is not None:
-        raise DataError(
-            f"{show_name(path)} must hold raw uint16 tokens, got {found}. Write them with astype('<u2').tofile(...)."
-        )
+    name = f"{span.path} as {span.layout.width} from {span.layout.offset} below {num_ids}"
+    return computed_once(name, span.layout.place(span.stop), lambda: state_of(span.path), read)

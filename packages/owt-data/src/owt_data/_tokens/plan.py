@@ -51,6 +51,10 @@ class Plan:
     layouts: dict[str, HubLayout | None]
     """By split, the layout of a hub dataset; None for files."""
 
+    tokenizer: str | None = None
+    """Name of the tokenizer's copy in the working folder, as `Manifest.tokenizer`; None for one without a file, and in
+    plans of versions before 0.8."""
+
     def __post_init__(self) -> None:
         check_record(self.options)
 

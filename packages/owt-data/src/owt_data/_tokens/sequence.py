@@ -7,7 +7,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol, cast, get_args, runtime_checkable
 
@@ -26,7 +26,8 @@ from owt_data._errors import (
     show_name,
 )
 from owt_data._options import OrderKind
-from owt_data._paths import BYTES_PER_TOKEN, LocalTokens, RemoteTokens, is_uri, look_up
+from owt_data._paths import LocalTokens, RemoteTokens, is_uri, look_up
+from owt_data._tokens.layout import MOST_IDS, RAW, Layout, widest
 from owt_data._tokens.mixture_stages import MIXTURE_ROUND, NEVER, Shares, shares_of
 from owt_data._tokens.window_order import (
     as_int64,
@@ -58,8 +59,8 @@ class Tokens(Protocol):
         """Return the number of non-overlapping windows of `seq_len` inputs."""
         ...
 
-    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
-        """Return the windows at these indices of an order, `uint16[N, seq_len + 1]`; see `window_starts`."""
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.integer]:
+        """Return the windows at indices of an order, `uint16` or `uint32[N, seq_len + 1]`; see `window_starts`."""
         ...
 
     def starts(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.int64]:
@@ -72,7 +73,7 @@ class TokenSpan:
     """Consecutive tokens of one file."""
 
     path: str
-    """The file of raw little-endian uint16: a local path, or a URI."""
+    """The token file: a local path, or a URI."""
 
     start: int
     """First token."""
@@ -80,11 +81,15 @@ class TokenSpan:
     stop: int
     """One past the last token."""
 
+    layout: Layout = RAW
+    """Header and width of the file's tokens. Default: raw little-endian uint16."""
+
     def __post_init__(self) -> None:
         check_type("path", self.path, str, "a text", "Give the path as text.")
         start = check_integer("start", self.start, least=0)
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "stop", check_integer("stop", self.stop, least=start))
+        check_type("layout", self.layout, Layout, "a Layout")
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -113,16 +118,20 @@ class TokenSequence:
     _bounds: list[int] = field(init=False, repr=False, compare=False)
     """The number of tokens before each span, and of all tokens, so that a position is found by bisection."""
 
+    dtype: np.dtype[np.uint16] | np.dtype[np.uint32] = field(init=False, repr=False, compare=False)
+    """The type of the tokens that are read: uint32 if a file has tokens of 32 bits, else uint16."""
+
     _open_remote: "Callable[[str], RemoteTokens] | None" = field(init=False, repr=False, compare=False)
     """Opens a file in object storage, which stays open; None if all files are local."""
 
     def __post_init__(self) -> None:
         _check_tuple("spans", self.spans, TokenSpan)
         object.__setattr__(self, "_bounds", [0, *accumulate(span.stop - span.start for span in self.spans)])
+        object.__setattr__(self, "dtype", widest(layout.dtype for layout in {span.layout for span in self.spans}))
         is_remote = any(is_uri(span.path) for span in self.spans)
         object.__setattr__(self, "_open_remote", _opener_of_remote_files() if is_remote else None)
         if self.vocab_size is not None:
-            size = check_integer("vocab_size", self.vocab_size, least=1, most=1 << 16)
+            size = check_integer("vocab_size", self.vocab_size, least=1, most=MOST_IDS)
             object.__setattr__(self, "vocab_size", size)
 
     def __reduce__(self) -> tuple[type["TokenSequence"], tuple[tuple[TokenSpan, ...], int | None]]:
@@ -157,11 +166,11 @@ class TokenSequence:
         for span in self.spans:
             low, high = max(start - first, 0), min(stop - first, len(span))
             if low < high:
-                spans.append(TokenSpan(path=span.path, start=span.start + low, stop=span.start + high))
+                spans.append(replace(span, start=span.start + low, stop=span.start + high))
             first += len(span)
         return TokenSequence(tuple(spans), self.vocab_size)
 
-    def read(self, start: int = 0, stop: int | None = None) -> NDArray[np.uint16]:
+    def read(self, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
         """Read the tokens `[start, stop)` into memory.
 
         Raises:
@@ -169,13 +178,13 @@ class TokenSequence:
                 outside the vocabulary.
         """
         start, stop = self._check_range(start, len(self) if stop is None else stop)
-        tokens = np.empty(stop - start, dtype=np.uint16)
+        tokens = np.empty(stop - start, dtype=self.dtype)
         SequenceReader(self, in_order=True).copy(start, tokens)
         self._check_ids(np.array([start]), tokens[None])
         return tokens
 
-    def read_windows(self, starts: NDArray[np.int64], seq_len: int) -> NDArray[np.uint16]:
-        """Read the windows that begin at `starts`, `int64[N]`, as `uint16[N, seq_len + 1]`.
+    def read_windows(self, starts: NDArray[np.int64], seq_len: int) -> NDArray[np.integer]:
+        """Read the windows that begin at `starts`, `int64[N]`, as `uint16` or `uint32[N, seq_len + 1]`.
 
         Raises:
             DataError: a start or `seq_len` is out of range, or a file cannot be read, is cut short, or holds a token
@@ -184,7 +193,7 @@ class TokenSequence:
         count_windows(len(self), seq_len)
         seq_len = int(seq_len)
         starts = as_int64("start", starts, most=len(self) - seq_len - 1)
-        windows = np.empty((len(starts), seq_len + 1), dtype=np.uint16)
+        windows = np.empty((len(starts), seq_len + 1), dtype=self.dtype)
         if self.is_remote:
             self._read_remote(starts, windows)
         else:
@@ -194,7 +203,7 @@ class TokenSequence:
         self._check_ids(starts, windows)
         return windows
 
-    def _read_remote(self, starts: NDArray[np.int64], windows: NDArray[np.uint16]) -> None:
+    def _read_remote(self, starts: NDArray[np.int64], windows: NDArray[np.integer]) -> None:
         """Read windows in ranges, each of windows that are close to one another, by several threads."""
         if not len(starts):
             return
@@ -207,7 +216,7 @@ class TokenSequence:
         reader = SequenceReader(self)
 
         def read(group: NDArray[np.int64], start: int, stop: int) -> None:
-            tokens = np.empty(stop - start, dtype=np.uint16)
+            tokens = np.empty(stop - start, dtype=windows.dtype)
             reader.copy(start, tokens)
             windows[group] = sliding_window_view(tokens, windows.shape[1])[starts[group] - start]
 
@@ -218,7 +227,7 @@ class TokenSequence:
         start = check_integer("start", start, least=0, most=len(self))
         return start, check_integer("stop", stop, least=start, most=len(self))
 
-    def _check_ids(self, starts: NDArray[np.int64], windows: NDArray[np.uint16]) -> None:
+    def _check_ids(self, starts: NDArray[np.int64], windows: NDArray[np.integer]) -> None:
         """Check the tokens of windows that begin at `starts`."""
         if self.vocab_size is None or int(windows.max(initial=0)) < self.vocab_size:
             return
@@ -228,8 +237,8 @@ class TokenSequence:
         span = self.spans[number]
         check_ids(windows[row, column:], self.vocab_size, span.path, span.start + position - self._bounds[number])
 
-    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
-        """Return the windows at these indices of an order, `uint16[N, seq_len + 1]`; see `window_starts`."""
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.integer]:
+        """Return the windows at indices of an order, `uint16` or `uint32[N, seq_len + 1]`; see `window_starts`."""
         return self.read_windows(self.starts(indices, seq_len=seq_len, order=order, seed=seed), seq_len)
 
     def starts(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.int64]:
@@ -256,7 +265,7 @@ class SequenceReader:
         opening = functools.partial(LocalTokens, in_order=in_order)
         self._open_local: Callable[[str], LocalTokens] = functools.lru_cache(max_open_files)(opening)
 
-    def copy(self, start: int, out: NDArray[np.uint16]) -> None:
+    def copy(self, start: int, out: NDArray[np.integer]) -> None:
         """Copy the tokens from `start` on into `out`."""
         sequence = self._sequence
         number = sequence.find_span(start)
@@ -266,15 +275,18 @@ class SequenceReader:
             here = out[: span.stop - first]
             open_file = sequence._open_remote if is_uri(span.path) else self._open_local
             assert open_file is not None, "the sequence has a file in object storage"
-            if len(here) and not open_file(span.path).copy(first, here):
+            stored = here if here.dtype == span.layout.dtype else np.empty(len(here), span.layout.dtype)
+            if len(here) and not open_file(span.path).copy(span.layout.place(first), stored):
                 raise UnreadableError(
-                    f"{show_name(span.path)} has been cut short: it had at least {BYTES_PER_TOKEN * span.stop} bytes, "
+                    f"{show_name(span.path)} has been cut short: it had at least {span.layout.place(span.stop)} bytes, "
                     f"and has {look_up(span.path).size or 0}. Restore the file, and run the same command again."
                 )
+            if stored is not here:
+                here[:] = stored
             out, start, number = out[len(here) :], start + len(here), number + 1
 
 
-def check_ids(tokens: NDArray[np.uint16], vocab_size: int, path: str, start: int) -> None:
+def check_ids(tokens: NDArray[np.integer], vocab_size: int, path: str, start: int) -> None:
     """Check that tokens, read from the token `start` of a file on, are ids of a vocabulary.
 
     Raises:
@@ -363,14 +375,17 @@ class TokenMixture:
         counts = [sequence.num_windows(seq_len) for sequence in self.sequences]
         return sum(counts) if all(counts) else 0
 
-    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.uint16]:
-        """Return the windows at these indices, `uint16[N, seq_len + 1]`. Each sequence gives its windows in the order.
+    def windows(self, indices: NDArray[np.int64], *, seq_len: int, order: OrderKind, seed: int) -> NDArray[np.integer]:
+        """Return the windows at these indices, `uint16` or `uint32[N, seq_len + 1]`.
+
+        Each sequence gives its windows in the order.
 
         Raises:
             DataError: the order is `sequential`, which a mixture does not have.
         """
         parts = self._by_sequence(indices, seq_len, order, seed)
-        windows = np.empty((len(indices), int(seq_len) + 1), dtype=np.uint16)
+        dtype = widest(sequence.dtype for sequence in self.sequences)
+        windows = np.empty((len(indices), int(seq_len) + 1), dtype=dtype)
         for number, here, own_index, own_seed in parts:
             windows[here] = self.sequences[number].windows(own_index, seq_len=seq_len, order=order, seed=own_seed)
         return windows
@@ -455,7 +470,10 @@ def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
     return TokenSequence(spans, sizes.pop() if len(sizes) == 1 else None)
 
 
-def local_sequence(paths: Sequence[os.PathLike[str]], vocab_size: int | None = None) -> TokenSequence:
-    """Join complete local files. Empty files are left out."""
-    sizes = [(os.fspath(path), os.path.getsize(path) // 2) for path in paths]
-    return TokenSequence(tuple(TokenSpan(path=path, start=0, stop=size) for path, size in sizes if size), vocab_size)
+def local_sequence(
+    paths: Sequence[os.PathLike[str]], vocab_size: int | None = None, layout: Layout = RAW
+) -> TokenSequence:
+    """Join complete local files of one layout. Empty files are left out."""
+    sizes = [(os.fspath(path), layout.num_tokens(os.path.getsize(path))) for path in paths]
+    spans = (TokenSpan(path=path, start=0, stop=size, layout=layout) for path, size in sizes if size)
+    return TokenSequence(tuple(spans), vocab_size)

@@ -45,7 +45,7 @@ class Summary:
         self.largest = 0
         """Largest id so far."""
 
-    def add(self, tokens: NDArray[np.uint16]) -> None:
+    def add(self, tokens: NDArray[np.integer]) -> None:
         """Add the next tokens."""
         self._digest.update(tokens.data)
         self._num_ends += int(np.count_nonzero(tokens == self._end_of_text))

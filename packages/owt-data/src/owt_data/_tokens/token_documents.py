@@ -25,6 +25,7 @@ from owt_data._tokens.document_index import (
 )
 from owt_data._tokens.growing_tokens import GrowingTokens
 from owt_data._tokens.journal import read_journal, shard_folder, staging_path
+from owt_data._tokens.layout import Layout
 from owt_data._tokens.manifest import Manifest, read_manifest
 from owt_data._tokens.open import TokenData, open_tokens
 from owt_data._tokens.plan import read_plan
@@ -157,8 +158,8 @@ class TokenDocuments:
                 )
         return [found[index] for index in range(len(ids))]
 
-    def read(self, document: int) -> NDArray[np.uint16]:
-        """Return the tokens of a document, with its end-of-text token, `uint16[N]`.
+    def read(self, document: int) -> NDArray[np.integer]:
+        """Return the tokens of a document, with its end-of-text token, `uint16[N]` or `uint32[N]`.
 
         Raises:
             DataError: the id is out of range, or the tokens cannot be read.
@@ -204,7 +205,7 @@ def open_documents(
     if isinstance(tokens, GrowingTokens):
         existing = tokens.existing()
         if not tokens.is_complete:
-            return _open_growing(tokens, existing, data.vocab_size - 1)
+            return _open_growing(tokens, existing, data.end_of_text)
         data = open_tokens(data.names, tokenizer=data.tokenizer)
         tokens = data.train if split == "train" else data.val
     if isinstance(tokens, TokenMixture):
@@ -212,22 +213,26 @@ def open_documents(
     assert isinstance(tokens, TokenSequence), "the tokens of open_tokens"
     indices = {span.path: open_index(span.path, data.file_digests[span.path]) for span in tokens.spans}
     sizes = {span.path: span.stop for span in tokens.spans if indices[span.path] is None}
+    layouts = {span.path: span.layout for span in tokens.spans}
     advance = share_counter(sum(sizes.values()), report)
     documents = {
-        path: _scan(path, data.file_digests[path], data.vocab_size - 1, advance) if index is None else index.documents
+        path: index.documents
+        if index is not None
+        else _scan(path, layouts[path], data.file_digests[path], data.end_of_text, advance)
         for path, index in indices.items()
     }
     return TokenDocuments(tokens, [(span.path, span.start, span.stop, documents[span.path]) for span in tokens.spans])
 
 
-def _scan(path: str, sha256: str, end_of_text: int, advance: Callable[[int], None]) -> FileDocuments:
+def _scan(path: str, layout: Layout, sha256: str, end_of_text: int, advance: Callable[[int], None]) -> FileDocuments:
     """Find the documents of a token file, and write its index if the folder can be written."""
     manifest = _manifest_of(path, sha256)
-    marks, num_tokens = find_marks(path, end_of_text, advance)
+    marks, num_tokens = find_marks(path, layout, end_of_text, advance)
     ends = ends_of_marks(
         marks,
         num_tokens,
-        begins=manifest is not None and manifest.options["documents"] == "wikitext-titles",
+        # llm.c and modded-nanogpt write the token before each document.
+        begins=layout.offset > 0 or (manifest is not None and manifest.options["documents"] == "wikitext-titles"),
         continues=manifest is not None and CONTINUING.get(manifest.split) == base_name(path),
     )
     if not is_uri(path):

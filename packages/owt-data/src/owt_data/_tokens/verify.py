@@ -10,7 +10,6 @@ from pyarrow.fs import FileType
 from owt_data._digests import share_counter
 from owt_data._errors import DataError, check_function, show_name
 from owt_data._paths import (
-    BYTES_PER_TOKEN,
     MANIFEST_NAME,
     base_name,
     join,
@@ -20,8 +19,10 @@ from owt_data._paths import (
     read_blocks,
     type_name,
 )
+from owt_data._tokenizer_files import end_of_text_id, name_from_folder
 from owt_data._tokenizers import load_tokenizer, tokenizer_digest
 from owt_data._tokens.document_index import index_name, open_index
+from owt_data._tokens.layout import Layout
 from owt_data._tokens.manifest import FileRecord, Manifest, read_manifest
 from owt_data._tokens.summary import summary_of
 
@@ -49,18 +50,22 @@ def verify(folder: str | os.PathLike[str], *, report: Callable[[float], None] | 
     manifest = read_manifest(name)
     if manifest is None:
         raise DataError(f"{show_name(folder)} must hold {MANIFEST_NAME}, got no such file. Name a prepared folder.")
-    differences = _differences_of_manifest(manifest)
+    tokenizer = name_from_folder(name, manifest.tokenizer)
+    end_of_text = end_of_text_id(tokenizer)
+    differences = _differences_of_manifest(manifest, tokenizer)
     advance = share_counter(sum(record.num_tokens for record in manifest.files.values()), report)
     for file, record in manifest.files.items():
-        differences += [f"{file}: {found}" for found in _differences(join(name, file), record, manifest, advance)]
+        differences += [
+            f"{file}: {found}" for found in _differences(join(name, file), record, manifest, end_of_text, advance)
+        ]
         differences += _differences_of_index(join(name, file), record)
     return differences
 
 
-def _differences_of_manifest(manifest: Manifest) -> list[str]:
+def _differences_of_manifest(manifest: Manifest, name: str) -> list[str]:
     facts = []
     try:
-        tokenizer = load_tokenizer(manifest.tokenizer)
+        tokenizer = load_tokenizer(name)
         facts += [
             ("the tokenizer's SHA-256", manifest.tokenizer_sha256, tokenizer_digest(tokenizer)),
             ("a vocabulary of", str(manifest.vocab_size), str(tokenizer.n_vocab)),
@@ -74,16 +79,18 @@ def _differences_of_manifest(manifest: Manifest) -> list[str]:
     ]
 
 
-def _differences(path: str, expected: FileRecord, manifest: Manifest, advance: Callable[[int], None]) -> list[str]:
+def _differences(
+    path: str, expected: FileRecord, manifest: Manifest, end_of_text: int, advance: Callable[[int], None]
+) -> list[str]:
     info = look_up(path)
-    expected_size = BYTES_PER_TOKEN * expected.num_tokens
+    expected_size = Layout(manifest.dtype).place(expected.num_tokens)
     if info.type is not FileType.File:
         return [f"expected a file, found {'none' if info.type is FileType.NotFound else type_name(info)}"]
     if info.size != expected_size:
         return [f"expected {expected_size} bytes, found {info.size}"]
-    summary = summary_of(base_name(path), manifest.options["documents"], manifest.split, manifest.vocab_size - 1)
+    summary = summary_of(base_name(path), manifest.options["documents"], manifest.split, end_of_text)
     for block in read_blocks(path):
-        tokens = np.frombuffer(block, dtype="<u2")
+        tokens = np.frombuffer(block, dtype=manifest.dtype)
         summary.add(tokens)
         advance(len(tokens))
     found = summary.record()
