@@ -172,7 +172,7 @@ DAMAGED = {
     "list": lambda fields: "[]",
     "no format": lambda fields: without(fields, "format"),
     "no version": lambda fields: without(fields, "version"),
-    "no checksums": lambda fields: without(fields, "files" if isinstance(fields, Path) else "archives"),
+    "no checksums": lambda fields: without(fields, key_of(fields)),
     "changed letter": lambda fields: json.dumps(fields).replace(f'"{key_of(fields)}"', '"fjles"'),
     "format 0": lambda fields: json.dumps(fields | {"format": 0}),
     "format true": lambda fields: json.dumps(fields | {"format": True}),
