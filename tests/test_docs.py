@@ -71,7 +71,9 @@ def results(environment, tmp_path_factory):
             command = [sys.executable, "-c", text]
         else:
             _, words = application(text)
-            command = [*COMMAND, *words, *(TINY if words[0].startswith("-") else [])]
+            # The small sizes would be part of the default name, by which later commands of the page find the run.
+            name = "tutorial-data" if "tutorial" in words else "wikitext-wiki"
+            command = [*COMMAND, *words, *([*TINY, f"--name={name}"] if words[0].startswith("-") else [])]
         processes[text] = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
