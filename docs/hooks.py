@@ -76,13 +76,13 @@ def drawing(name: str) -> str:
 
 
 def repository_link(link: str, folder: str, config: Any) -> str:
-    """Return the address of a file of the repository, for a link that leaves the folder docs; keep other links.
+    """Return the address of a file of the repository that is no page of the site; keep other links.
 
     Raises:
         FileNotFoundError: there is no such file.
     """
     target = posixpath.normpath(posixpath.join("docs", folder, link))
-    if target.startswith("docs/"):
+    if target.startswith("docs/") and not target.endswith(".py"):  # the site has no `.py` files
         return link
     if not (ROOT / target).exists():
         raise FileNotFoundError(f"{config['docs_dir']}/{folder} links to {link}, which does not exist")
