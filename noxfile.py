@@ -75,7 +75,9 @@ def test_folder(part: str) -> str:
 
 def run_tests(session: nox.Session, part: str, *options: str) -> None:
     """Run a part's tests, and the examples in the docstrings of a package."""
-    doctests = [] if part == INTEGRATION else [f"{MEMBERS[part]}/src", "--doctest-modules"]
+    # A module that needs an extra has no examples.
+    doctests = [f"{MEMBERS[part]}/src", "--doctest-modules", "--doctest-ignore-import-errors"]
+    doctests = [] if part == INTEGRATION else doctests
     session.run("pytest", test_folder(part), *doctests, *options, *session.posargs, env=TEST_ENV)
 
 

@@ -60,7 +60,7 @@ def test_the_readme_lists_every_example():
 @pytest.mark.slow
 def test_the_cells_of_the_notebook_run(environment, tmp_path):
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
-    assert len(cells) == 10
+    assert sum(cell["cell_type"] == "code" for cell in cells) == 7
     script = tmp_path / "cells.py"
     script.write_text("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
     done = subprocess.run(

@@ -114,7 +114,7 @@ def found(tmp_path_factory):
         ("load_trained(None)", "run must be a text or a path, got None. Give the run's folder, URI or name."),
         ("load_trained(bytes)", "run must be a text or a path, got b'runs'. Give the run's folder, URI or name."),
         ("load_trained(path)", "run must be a text or a path, got BadPath(). Give"),
-        ("load_trained(long)", "cannot be accessed: "),
+        ("load_trained(long)", "must be accessible, got File name too long."),
         ("main(5)", "code 2: error: args must be a list of texts, got 5. Write it as in ['sample', 'first']."),
         ("main([5])", "code 2: error: args must be a list of texts, got [5]. Write it as in ['sample', 'first']."),
         (

@@ -82,7 +82,7 @@ SHELL = [
         2,
         "runs/run must be writable, got a read-only folder.",
     ),
-    (f"chmod 500 .; $LIMITED $PRETRAIN {EXPORT}", 2, "out must be accessible, got Permission denied."),
+    (f"chmod 500 .; $LIMITED $PRETRAIN {EXPORT}", 2, "out.partial must be accessible, got Permission denied."),
     (
         # Code that replaces the device, run by root, must not replace the machine's own.
         "full=/dev/full; mknod -m 666 full c 1 7 2>/dev/null && (: > full) 2>/dev/null && full=full; "

@@ -231,7 +231,7 @@ def evaluate(
 
 def show_source_losses(of_sources: Mapping[str, float], of_all: float, console: Console) -> None:
     """Print a table of the loss of each name of a mixture, and of all; nothing for other data."""
-    if not of_sources:
+    if not of_sources or not console.is_terminal:
         return
     table = Table("data", "val loss", box=None, pad_edge=False)
     for name, value in {**of_sources, "all": of_all}.items():
