@@ -1,6 +1,7 @@
 """The data of the command `eval`: token files and text in every form of `train --data`, and both splits."""
 
 import dataclasses
+import io
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from nnx_gpt2 import create_optimizer, create_train_state
 from owt_data import PrepareOptions, load_tokenizer, prepare
 from pretrain import PRESETS, main
+from pretrain._commands.evaluate import evaluate
 from pretrain._data import cache_folder, load_tokens
 from pretrain._run.description import RUN, describe, describe_data
 from pretrain._run.files import write_json
@@ -111,15 +113,18 @@ def test_each_name_of_a_mixture_has_its_loss(evaluated, capsys):
         assert both["source_losses"]["a"] != both["source_losses"]["b"]
 
 
-def test_the_losses_of_a_mixture_are_a_table_beside_the_json(evaluated, run, capsys):
-    assert main(["eval", str(run[0].path), "--data", "web=1:book.txt,code=2:end.txt"]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    rows = dict(line.split() for line in err.splitlines()[-3:])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_losses_of_a_mixture_are_a_table_on_a_terminal_beside_the_json(run, capsys, is_terminal):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=is_terminal, color_system=None)
+    data = "web=1:book.txt,code=2:end.txt"
+    found = evaluate(str(run[0].path), data=data, batch_size=8, console=console)
+    rows = dict(line.split() for line in output.getvalue().splitlines()[-3:]) if is_terminal else {}
     assert rows == {
-        **{name: f"{value:.4f}" for name, value in found["source_losses"].items()},
-        "all": f"{found['val_loss']:.4f}",
+        **{name: f"{value:.4f}" for name, value in found.source_losses.items() if is_terminal},
+        **({"all": f"{found.val_loss:.4f}"} if is_terminal else {}),
     }
+    assert is_terminal or output.getvalue() == ""
 
 
 def test_text_is_evaluated_in_its_order_as_its_token_files_are(evaluated):

@@ -87,6 +87,7 @@ def test_other_numbers_of_workers_change_no_bit(hardware, alone, place):
     assert train(place, hardware, hardware.replace(":", "-")) == alone
 
 
+@pytest.mark.slow
 def test_threads_and_dispatch_of_the_environment_change_no_bit(alone, place):
     assert train(place, "local", "threads", {"NPROC": "1", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "1"}) == alone
 

@@ -43,6 +43,7 @@ def test_a_quiet_run_prints_one_line_and_its_errors(train, tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_verbose_run_prints_what_the_libraries_log(train, tmp_path):
     code, out, err = train("--verbose")
     assert code == 0

@@ -168,6 +168,7 @@ def test_the_largest_microbatch_is_the_largest_that_fits(monkeypatch):
     assert (code, found["micro_batch_size"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_the_whole_share_may_need_less_than_microbatches(monkeypatch):
     """They need a sum of gradients beside the gradient."""
     mesh = make_mesh()

@@ -317,6 +317,7 @@ def check_last_line(lines, rows):
     assert [line.split() for line in done.stdout.splitlines()] == [["rank", "runs"], *rows]
 
 
+@pytest.mark.slow
 def test_a_sweep_of_seeds_ends_with_the_command_that_ranks_its_groups(place):
     """The table leaves out a run of another name. Two runs are at once."""
     line = f"{TINY} --train.max-steps 5 --storage-path 'a place' --optimizer.weight-decay 0.2 --parallel 2"

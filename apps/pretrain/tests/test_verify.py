@@ -67,7 +67,7 @@ def finish(process, at=lambda line: None):
 @pytest.mark.parametrize(
     ("hardware", "killed", "continued"),
     [
-        ("local", "the command", "the same command"),
+        pytest.param("local", "the command", "the same command", marks=pytest.mark.slow),
         pytest.param("cpu:2", "a worker", "new workers", marks=pytest.mark.slow),
     ],
 )

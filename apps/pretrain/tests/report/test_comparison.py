@@ -316,6 +316,7 @@ def test_a_fork_of_a_fork_begins_with_the_part_of_its_grandparent(trained):
     assert drawn(chart(page), "dotted grey s0") == [close_to(recorded(grandparent, "val_loss", 0, 10))]
 
 
+@pytest.mark.slow
 def test_a_page_of_thirty_long_runs_stays_readable_and_small(write_run, make_page, records):
     folders = [
         write_run(
