@@ -114,7 +114,7 @@ def test_each_name_of_a_mixture_has_its_loss(evaluated, capsys):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_losses_of_a_mixture_are_a_table_on_a_terminal_beside_the_json(run, capsys, is_terminal):
+def test_the_losses_of_a_mixture_are_a_table_on_a_terminal_beside_the_json(evaluated, run, is_terminal):
     output = io.StringIO()
     console = Console(file=output, force_terminal=is_terminal, color_system=None)
     data = "web=1:book.txt,code=2:end.txt"

@@ -157,10 +157,10 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
             ["verify", "a", "b"],
             "error: arguments must be --NAME VALUE, got b without --NAME. Put quotes around a value with spaces.\n",
         ),
-        ([], "error: COMMAND must be given, got nothing; there are prepare, verify, inspect.\n"),
-        (["preprae"], "error: no command preprae; there are prepare, verify, inspect; did you mean prepare?\n"),
+        ([], "error: COMMAND must be given, got nothing; there are prepare, tokenizer, verify, inspect.\n"),
+        (["preprae"], "error: no command preprae; there are prepare, tokenizer, verify, inspect; did you mean prepare?\n"),
         ([LONG], "error: no command wwww"),
-        ([""], "error: no command ''; there are prepare, verify, inspect.\n"),
+        ([""], "error: no command ''; there are prepare, tokenizer, verify, inspect.\n"),
         (
             ["prepare", "a", "b", "--tokeniser", "bytes"],
             "error: no option --tokeniser of prepare; did you mean --tokenizer?\n",

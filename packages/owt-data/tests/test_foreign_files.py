@@ -246,7 +246,7 @@ def test_a_folder_of_shards_is_no_text(tmp_path):
         prepare(str(tmp_path), tmp_path / "out", PrepareOptions(tokenizer="bytes"))
 
 
-def test_inspect_counts_the_bytes_of_the_tokens(tmp_path):
+def test_inspect_counts_the_bytes_of_the_tokens(gpt2, tmp_path):
     assert inspect(llama_3(tmp_path), tokenizer="r50k_base").num_bytes == {"train": 4 * len(TRAIN), "val": 4 * len(VAL)}
 
 

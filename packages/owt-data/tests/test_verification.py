@@ -293,9 +293,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(str(path))
         return open_regular(path, *args, **options)
 
-    def read_and_note(name: str) -> Iterator[bytes]:
+    def read_and_note(name: str, offset: int) -> Iterator[bytes]:
         names.append(name)
-        return read_blocks(name)
+        return read_blocks(name, offset)
 
     monkeypatch.setattr("owt_data._digests.open_regular", open_and_note)
     monkeypatch.setattr("owt_data._tokens.open.read_blocks", read_and_note)
