@@ -220,8 +220,8 @@ def judge(undisturbed: Path, killed: Path, num_kills: int, console: Console) -> 
     if digests[0] == digests[1] and not found.first and last == runs[1].last_step and last in found.same_checkpoints:
         print_line(
             console,
-            f"equal, to the bit: parameters and optimizer after {last} steps with {kills}, the losses of "
-            f"{found.num_losses} steps, and the windows of {found.num_windows} records",
+            f"equal, to the bit: parameters and optimizer after {last} steps with {kills},\n"
+            f"the losses of {found.num_losses} steps, and the windows of {found.num_windows} records",
         )
         return True
     print_line(console, "not equal:")
