@@ -158,7 +158,10 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
             "error: arguments must be --NAME VALUE, got b without --NAME. Put quotes around a value with spaces.\n",
         ),
         ([], "error: COMMAND must be given, got nothing; there are prepare, tokenizer, verify, inspect.\n"),
-        (["preprae"], "error: no command preprae; there are prepare, tokenizer, verify, inspect; did you mean prepare?\n"),
+        (
+            ["preprae"],
+            "error: no command preprae; there are prepare, tokenizer, verify, inspect; did you mean prepare?\n",
+        ),
         ([LONG], "error: no command wwww"),
         ([""], "error: no command ''; there are prepare, tokenizer, verify, inspect.\n"),
         (
