@@ -58,13 +58,17 @@ def test_forms(text, expected):
                 "1>-2@5",
                 ">1@5",
                 "1>2@5.0",
-                "0>0@5",
             )
         ),
         *(
             (f"web={weight}:a.txt,code=1:b.txt", "the weight of web must be numbers at ascending steps, as in 0.7>0.3")
-            for weight in ("1>inf@5", "1>1e999@5", "1>2@2147483648", "1>2@9999999999999", "1@5>2@9", "1>2@\u0661")
+            for weight in ("1>inf@5", "1>2@2147483648", "1>2@9999999999999", "1@5>2@9", "1>2@\u0661")
         ),
+        ("web=0>0@5:a.txt,code=1:b.txt", "the weight of web must be above 0 at some step, and finite"),
+        ("web=1>1e999@5:a.txt,code=1:b.txt", "the weight of web must be above 0 at some step, and finite"),
+        ("web=1>0@5:a.txt,code=0>1@6:b.txt", "all weights are 0 after 5 steps"),
+        ("web=1>0@5>1@9:a.txt,code=1>0@5>0@8:b.txt", "all weights are 0 after 5 steps"),
+        ("web=0>1@5:a.txt,code=0>1@5:b.txt", "all weights are 0 after 0 steps"),
         ("web=0.5:,code=1:b.txt", "web must be WEIGHT:NAME, with a number and a colon"),
         ("web=0.5:a.txt", "a mixture has several names"),
         ("web=0.5:a.txt,code=0.5:a.txt", "a name occurs twice"),

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import sys
 
 import jax
@@ -237,6 +238,25 @@ def test_the_tasks_of_a_run_are_checked_before_it_starts(tmp_path, monkeypatch):
         UsageError, match=r"eval_tasks_every must be a multiple of train.checkpoint_every, 250, got 300"
     ):
         config.with_options({"train.eval_tasks_every": 300})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("doc_to_text: [", "while parsing a flow"),
+        ("doc_to_text: '{{question'", "unexpected end of template, expected 'end of print statement'"),
+        ("doc_to_text: '{{question.none.none}}'", "'str object' has no attribute 'none'"),
+    ],
+)
+def test_wrong_yaml_and_templates_are_one_sentence(exported, tmp_path, capsys, wrong, reason):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    write_tasks(tmp_path, documents(2))
+    file = tmp_path / "own_choice.yaml"
+    file.write_text(re.sub("^doc_to_text.*$", lambda match: wrong, file.read_text(), flags=re.MULTILINE))
+    assert main(["eval", str(exported), "--tasks", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "error: --tasks must name tasks with valid YAML and templates, got" in error
+    assert reason in error
 
 
 def test_the_figures_of_gpt2_stand_beside_the_scores_with_their_sources(capsys):

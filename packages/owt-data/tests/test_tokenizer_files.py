@@ -19,12 +19,14 @@ from owt_data import (
     end_of_text_id,
     find_text,
     load_tokenizer,
+    named_tokenizer,
     open_documents,
     open_tokens,
     prepare,
     prepare_in_background,
     read_manifest,
     same_tokenizer,
+    tokenizer_files,
     tokenizer_json,
     verify,
     vocab_size,
@@ -97,6 +99,18 @@ def test_a_file_of_sentencepiece_keeps_its_pieces(tmp_path):
     assert found.eot_token == 1
     assert found.encode_ordinary("a aé") == [258, 258, 2 + 0xC3, 2 + 0xA9]
     assert found.decode(found.encode_ordinary("a aé")) == " a aé"
+
+
+def test_a_file_with_the_ids_of_a_named_tokenizer_has_its_name(byte_level, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer_files("bytes", max_tokens=8)["tokenizer.json"])
+    assert named_tokenizer(path) == "bytes"
+    content = json.loads(path.read_bytes())
+    content["model"]["vocab"] |= {"a": ord("b"), "b": ord("a")}
+    path.write_text(json.dumps(content))
+    assert named_tokenizer(path) == str(path)
+    assert named_tokenizer(byte_level) == str(byte_level)
+    assert named_tokenizer("o200k_base") == "o200k_base"
 
 
 def test_prepared_tokens_keep_their_tokenizer(byte_level, articles, tmp_path):

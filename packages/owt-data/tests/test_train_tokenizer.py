@@ -11,7 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from owt_data import DataError, Progress, load_tokenizer, train_tokenizer, vocab_size
+from owt_data import (
+    DataError,
+    PrepareOptions,
+    Progress,
+    load_tokenizer,
+    prepare,
+    train_tokenizer,
+    verify,
+    vocab_size,
+)
 from owt_data._cli import main
 
 RNG = np.random.default_rng(2)
@@ -84,6 +93,16 @@ def test_a_second_time_leaves_the_file_and_another_vocabulary_is_rejected(text, 
     with pytest.raises(DataError, match=r"tokenizer.json holds another tokenizer. Choose another folder, or delete"):
         train_tokenizer(str(text), trained.parent, vocab_size=300)
     assert trained.stat() == before
+
+
+def test_files_in_the_working_folder_are_not_imported_by_the_processes(text, trained, tmp_path, monkeypatch):
+    for name in ("tokenizers.py", "pyarrow.py", "json.py"):
+        (tmp_path / name).write_text("raise RuntimeError('not a module of owt-data')")
+    monkeypatch.chdir(tmp_path)
+    path = train_tokenizer(str(text), tmp_path / "out", vocab_size=700)
+    assert path.read_bytes() == trained.read_bytes()
+    prepare(str(text), tmp_path / "tokens", PrepareOptions(tokenizer=str(path), val_fraction=0.1), num_processes=2)
+    assert verify(tmp_path / "tokens") == []
 
 
 def test_a_short_text_gives_fewer_ids_and_the_command_says_it(tmp_path, capsys):

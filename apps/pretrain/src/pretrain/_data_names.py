@@ -104,6 +104,7 @@ def _problem(parts: Sequence[str], names: Mapping[str, str]) -> str | None:
             return f"{label} must be WEIGHT:NAME, with a number and a colon; a value with > needs quotes"
     if len(names) == 1:
         return "a mixture has several names"
+    changes: list[list[tuple[int, float]]] = []
     for label, value in names.items():
         weight, colon, name = value.partition(":")
         if not colon or not name:
@@ -111,10 +112,16 @@ def _problem(parts: Sequence[str], names: Mapping[str, str]) -> str | None:
         if ">" in weight:
             if not _CHANGING.fullmatch(weight) or not _is_valid(_changes(weight)):
                 return f"the weight of {label} must be numbers at ascending steps, as in 0.7>0.3@5000>0.1@8000"
+            if not 0 < max(number for _, number in _changes(weight)) < math.inf:
+                return f"the weight of {label} must be above 0 at some step, and finite"
         elif not 0 < _number(weight) < math.inf:
             return f"the weight of {label} must be a number above 0"
+        changes.append(_changes(weight))
     if len({value.partition(":")[2] for value in names.values()}) < len(names):
         return "a name occurs twice"
+    for step in sorted({step for of_name in changes for step, _ in of_name}):
+        if not any(_at(of_name, step) for of_name in changes):
+            return f"all weights are 0 after {step} steps"
     return None
 
 
@@ -182,10 +189,14 @@ def _changes(text: str) -> list[tuple[int, float]]:
 
 
 def _is_valid(changes: list[tuple[int, float]]) -> bool:
-    """Return whether the steps of a weight ascend, and a weight is above 0."""
-    steps, numbers = zip(*changes, strict=True)
-    ascend = sorted(set(steps)) == list(steps) and steps[-1] <= _MOST_STEPS
-    return ascend and max(numbers) > 0 and max(numbers) < math.inf
+    """Return whether the steps of a weight ascend."""
+    steps = [step for step, _ in changes]
+    return sorted(set(steps)) == steps and steps[-1] <= _MOST_STEPS
+
+
+def _at(changes: list[tuple[int, float]], step: int) -> float:
+    """Return a weight after a number of steps."""
+    return next(number for start, number in reversed(changes) if start <= step)
 
 
 def _number(text: str) -> float:

@@ -25,6 +25,7 @@ from ._stream.ray_reader import token_windows as token_windows
 from ._stream.text import stream_text as stream_text
 from ._stream.thread_reader import read_steps as read_steps
 from ._tokenizer_files import end_of_text_id as end_of_text_id
+from ._tokenizer_files import named_tokenizer as named_tokenizer
 from ._tokenizer_files import same_tokenizer as same_tokenizer
 from ._tokenizer_files import tokenizer_json as tokenizer_json
 from ._tokenizer_files import vocab_size as vocab_size

@@ -18,6 +18,11 @@ _MARK = "::"
 # End-of-text tokens of published tokenizers: of GPT-2 and its followers, of Llama 3 and 2, of Gemma.
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _DIGITS = 16
+# Digests of the ids of tokenizers of `TokenizerName`: see `_digest_of_ids`.
+_NAMED = {
+    "9f8411c44d54eb392b1a4899ac3906acaa384c929affa4ae56f78497fa187b93": "gpt2",
+    "a1d7c30a2508f9f849d40bfd0298fc41c9f81399de42df8d6eb39fe4cffe8af8": "bytes",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +179,23 @@ def same_tokenizer(first: str | os.PathLike[str], second: str | os.PathLike[str]
         DataError: as `vocab_size`.
     """
     return first == second or tokenizer_label(first) == tokenizer_label(second)
+
+
+def named_tokenizer(name: str | os.PathLike[str]) -> str:
+    """Return `gpt2` or `bytes` for a `tokenizer.json` with their ids, as transformers and `tokenizer_files` write it.
+
+    Any other name is returned as `tokenizer_name` does: also that of a file of another size with the same end of text.
+
+    Raises:
+        DataError: as `vocab_size`.
+    """
+    name = tokenizer_name(name)
+    return _NAMED.get(_digest_of_ids(read_tokenizer_file(name)), name) if is_tokenizer_file(name) else name
+
+
+def _digest_of_ids(file: TokenizerFile) -> str:
+    """Return a digest of the id of each token, and of the end of text."""
+    return hashlib.sha256(json.dumps([sorted(file.ids.items()), file.end_of_text]).encode()).hexdigest()
 
 
 def tokenizer_json(name: str | os.PathLike[str]) -> bytes | None:

@@ -1,9 +1,7 @@
 """A model on this process's own devices: of a checkpoint of a run, of an exported folder, or of published weights."""
 
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from nnx_gpt2 import GPT2, merge
@@ -13,6 +11,7 @@ from pretrain._errors import UsageError, rejecting, short, shown
 from pretrain._run.description import RunDescription
 from pretrain._run.find import find_checkpoint, find_run, find_unless_published, names_a_checkpoint
 from pretrain._run.folder import RunFolder
+from pretrain._run.published_tokenizer import published_tokenizer
 from pretrain._surroundings.environment import start_jax
 from pretrain._training.load_state import like_model, model_of
 from pretrain._training.process import keep_programs
@@ -20,9 +19,6 @@ from ray_jax_launch import Checkpoints
 
 WeightsKind = Literal["average", "last"]
 """The moving average of the parameters, which a run with `optimizer.average_decay` keeps, or those of the last step."""
-# Tokenizers by their end-of-text token.
-_GPT2_VOCABULARY = 50_257
-_TOKENIZERS = {256: "bytes", 50_256: "gpt2"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +86,8 @@ class TrainedModel:
         if self.tokenizer_name is None:
             raise UsageError(
                 f"the tokenizer of {short(self.name)} must be gpt2 or bytes, with the end of text 50256 or 256, got "
-                "another. Export the model of a run, or take a model of gpt2."
+                "another and no tokenizer.json with ids of the model. Export the model of a run, or take a model of "
+                "gpt2."
             )
         return load_tokenizer(self.tokenizer_name)
 
@@ -156,17 +153,11 @@ def _published(name: str) -> TrainedModel:
         raise UsageError(
             f"run must be a run, a folder of `export`, or published weights, got {short(name)} ({error})"
         ) from None
-    vocab_size = model.config.vocab_size
-    end_of_text = 50_256 if vocab_size == _GPT2_VOCABULARY else None
-    config = Path(name) / "config.json"
-    if config.is_file():
-        end_of_text = json.loads(config.read_bytes()).get("eos_token_id")
-    known = {end: tokenizer for end, tokenizer in _TOKENIZERS.items() if end < vocab_size}
     return TrainedModel(
         name=name,
         run=None,
         step=None,
         model=model,
         is_average=False,
-        tokenizer_name=known.get(end_of_text) if isinstance(end_of_text, int) else None,
+        tokenizer_name=published_tokenizer(name, model.config.vocab_size),
     )

@@ -5,11 +5,12 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from nnx_gpt2 import num_params
+from owt_data import TokenizerName
 from pretrain._config import PretrainConfig
 from pretrain._formats import option
 from pretrain._presets import PRESETS
@@ -23,6 +24,7 @@ CONFIG = "run.json"
 
 # The places of a run on its machine.
 _PLACES = ("name", "storage_path")
+_TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +45,12 @@ class ExportedModel:
 
 
 def repeated_config(config: PretrainConfig) -> str:
-    """Return the text of the file `CONFIG`: every option but the places of the run, as JSON."""
+    """Return the text of the file `CONFIG`: every option but the places of the run, as JSON.
+
+    A tokenizer of a file is that of the exported folder.
+    """
     options = {name: value for name, value in dataclasses.asdict(config).items() if name not in _PLACES}
+    options["prepare"]["tokenizer"] = _tokenizer(config.prepare.tokenizer)
     return json.dumps(options, indent=2) + "\n"
 
 
@@ -66,7 +72,7 @@ def render_card(history: RunHistory, model: ExportedModel) -> str:
         name=_text(history.folder.name),
         config=description.config,
         data=_text(description.config.data),
-        tokenizer=_text(description.data.tokenizer),
+        tokenizer=_tokenizer(description.data.tokenizer),
         origin=None if description.origin is None else _text(str(description.origin)),
         hardware=description.hardware,
         num_params=num_params(description.config.model),
@@ -87,10 +93,15 @@ def _changed_options(config: PretrainConfig) -> dict[str, str]:
     """Return the options that change the result and are not those of the preset, as texts."""
     before = option_values(PRESETS[config.preset]())
     return {
-        name: _text(option(name, value))
+        name: _tokenizer(value) if name == "prepare.tokenizer" else _text(option(name, value))
         for name, value in option_values(config).items()
         if changes_result(name) and value != before[name]
     }
+
+
+def _tokenizer(name: str) -> str:
+    """Return the name of a tokenizer in the exported folder."""
+    return name if name in get_args(TokenizerName) else _TOKENIZER
 
 
 def _text(text: str) -> str:

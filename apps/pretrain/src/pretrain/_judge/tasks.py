@@ -8,12 +8,13 @@ import io
 import logging
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from rich.console import Console
 
 from nnx_gpt2 import GPT2
@@ -87,13 +88,13 @@ def evaluate_tasks(
         console: shows the progress.
 
     Raises:
-        UsageError: a task does not exist, or its files or its data cannot be read.
+        UsageError: a task does not exist, or its files or its data cannot be read or do not fit each other.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # processes of `fork` would deadlock beside jax
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     console.file = console.file  # not that of `_quiet`
-    with waiting(console, "reading the tasks"), _quiet():
+    with waiting(console, "reading the tasks"), _quiet(), _rejecting_files(task.name for task in requested):
         known = _Known(requested)
         loaded = [(task.limit, _load(task, known)) for task in requested]
     from pretrain._judge.language_model import LanguageModel  # an extra, which takes seconds
@@ -101,7 +102,7 @@ def evaluate_tasks(
     language_model = LanguageModel(model, tokenizer, batch_size=batch_size, console=console)
     found: dict[str, TaskScores] = {}
     for limit, tasks in loaded:
-        with _quiet():
+        with _quiet(), _rejecting_files(tasks["tasks"]):
             found |= _evaluated(language_model, tasks, limit)
     return [*found.values()]
 
@@ -111,6 +112,20 @@ def _quiet() -> Iterator[None]:
     """Drop what lm-eval and `datasets` print, and their progress bars."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+@contextlib.contextmanager
+def _rejecting_files(names: Iterable[str]) -> Iterator[None]:
+    """Raise UsageError for YAML or a template of a task that is wrong, or does not fit the task's data."""
+    from yaml import YAMLError  # of the extra
+
+    try:
+        yield
+    except (TemplateError, YAMLError) as error:
+        raise UsageError(
+            f"--tasks must name tasks with valid YAML and templates, got {short(', '.join(names))}: "
+            f"{one_line(' '.join(str(error).split())).rstrip('.')}."
+        ) from error
 
 
 class _Known:

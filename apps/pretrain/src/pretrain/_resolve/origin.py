@@ -10,9 +10,9 @@ from pretrain._errors import UsageError, short
 from pretrain._run.description import Origin, read_description
 from pretrain._run.find import FoundCheckpoint, find_checkpoint, find_run_of, find_unless_published
 from pretrain._run.folder import locate
+from pretrain._run.published_tokenizer import published_tokenizer
 from ray_jax_launch import StoragePath
 
-_GPT2_VOCABULARY = 50_257
 # The fields that decide the names and shapes of the parameters.
 _SHAPE = ("vocab_size", "num_layers", "num_heads", "embed_dim", "mlp_dim", "scan_layers")
 # The settings that the state of the optimizer, or the count of tokens, depends on.
@@ -60,7 +60,7 @@ def with_weights_of(config: PretrainConfig, name: str) -> PretrainConfig:
         tokenizer = found.description.data.tokenizer
     else:
         model = _published_model(name)
-        tokenizer = "gpt2" if model.vocab_size == _GPT2_VOCABULARY else config.prepare.tokenizer
+        tokenizer = published_tokenizer(name, model.vocab_size) or config.prepare.tokenizer
     sizes = {field: getattr(model, field) for field in (*_SHAPE, "seq_len", "norm_epsilon")}
     return dataclasses.replace(
         config,
@@ -85,10 +85,12 @@ def find_origin(config: PretrainConfig) -> Origin | None:
     if (found := _find_run_of(config.init_from)) is not None:
         _check_weights(config, found.description.config.model, config.init_from)
         return _of_run(found, weights_only=True)
-    _check_weights(config, _published_model(config.init_from), config.init_from)
+    model = _published_model(config.init_from)
+    _check_weights(config, model, config.init_from)
     is_folder = Path(config.init_from).is_dir()
     place = str(Path(config.init_from).absolute()) if is_folder else config.init_from
-    return Origin(place=place, step=None, tokenizer=None, weights_only=True)
+    tokenizer = published_tokenizer(config.init_from, model.vocab_size)
+    return Origin(place=place, step=None, tokenizer=tokenizer, weights_only=True)
 
 
 def check_steps(config: PretrainConfig, start_step: int) -> None:

@@ -117,7 +117,7 @@ def _resolve_data(
             return config
     elif origin is not None and origin.tokenizer is not None and not same_tokenizer(origin.tokenizer, data.tokenizer):
         raise UsageError(
-            f"{config.data} must have tokens of {origin.tokenizer}, the tokenizer of the run in {origin.place}, got "
+            f"{config.data} must have tokens of {origin.tokenizer}, the tokenizer of {origin.place}, got "
             f"tokens of {data.tokenizer}. Give other --data or --tokenizer."
         )
     num_windows = 0 if config.data_mode == "stream" else data.train.num_windows(config.model.seq_len)

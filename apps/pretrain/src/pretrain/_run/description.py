@@ -67,7 +67,7 @@ class Origin:
     """Step of the run's checkpoint; None for published weights."""
 
     tokenizer: str | None
-    """Tokenizer of the run; None for published weights."""
+    """Tokenizer of the run, or of the published weights; None if their files do not tell."""
 
     weights_only: bool
     """True if the run takes the weights, and is at step 0 with a new optimizer; False if it takes everything."""

@@ -56,7 +56,7 @@ class _Process:
     def __init__(self, tokenizer: str) -> None:
         # In a new session only the parent receives Ctrl-C.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "owt_data._prepare.tokenize_worker", tokenizer],
+            [sys.executable, "-P", "-m", "owt_data._prepare.tokenize_worker", tokenizer],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -132,7 +132,7 @@ def _worker(request: dict[str, Any], num_threads: int) -> Iterator[Iterator[dict
     The library does not notice Ctrl-C while it merges, and reads the number of its threads once per process.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "owt_data._prepare.tokenizer_worker"],
+        [sys.executable, "-P", "-m", "owt_data._prepare.tokenizer_worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # only the parent receives Ctrl-C

@@ -54,7 +54,7 @@ class BackgroundVerification:
         if not unknown:
             return
         process = subprocess.Popen(
-            [sys.executable, "-m", "owt_data._tokens.digest_worker", str(os.getpid())],
+            [sys.executable, "-P", "-m", "owt_data._tokens.digest_worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # only the parent receives Ctrl-C
