@@ -93,7 +93,7 @@ def tests(session: nox.Session, part: str) -> None:
 @each(PARTS)
 def slow(session: nox.Session, part: str) -> None:
     """Run the slow tests, which `tests` leaves out."""
-    sync_part(session, part)
+    sync_part(session, part, *(["--extra", "eval"] if part == "pretrain" else []))
     env = TEST_ENV | ({} if part in ("owt-data", "nnx-gpt2") else ONE_PROCESS)
     session.run("pytest", test_folder(part), "-m", "slow", *LONG_LIMIT, *session.posargs, env=env)
 
