@@ -1,12 +1,10 @@
 """Imports between the package's modules, read from their source."""
 
 import ast
-import re
 from pathlib import Path
 
 import nnx_gpt2
 
-README = Path(__file__).parents[1] / "README.md"
 SOURCES = {path.stem: ast.parse(path.read_text()) for path in Path(nnx_gpt2.__file__).parent.glob("_*.py")}
 
 
@@ -31,11 +29,3 @@ def test_no_module_imports_a_sibling_inside_a_function():
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and imported_siblings(function)
     }
     assert not late
-
-
-def test_the_readme_lists_each_module_after_the_modules_that_it_imports():
-    rows = re.findall(r"^\| (`_.*?) \|", README.read_text(), re.M)
-    listed = re.findall(r"`(\w+)\.py`", " ".join(rows))
-    assert sorted(listed) == sorted(SOURCES.keys() - {"__init__"})
-    for place, module in enumerate(listed):
-        assert imported_siblings(SOURCES[module]) <= set(listed[:place]), module

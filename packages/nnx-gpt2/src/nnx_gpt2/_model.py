@@ -319,19 +319,17 @@ class GPT2(nnx.Module):
 
         graphdef, _ = nnx.split(self.h if config.scan_layers else self.h[0])
 
-        def apply(state: Any, x_MC: Array, segment_ids: Array | None, key: PRNGKeyArray | None) -> Array:
+        def apply(state: Any, x_MC: Array, key: PRNGKeyArray | None) -> Array:
             return nnx.merge(graphdef, state)(x_MC, num_positions, segment_ids, key)
 
         # jax traces and lowers a jitted function once for all layers.
         layer = jax.jit(_REMAT[config.remat](apply))
         if config.scan_layers:
             states = nnx.state(self.h)
-            x_MC, _ = jax.lax.scan(
-                lambda x_MC, rest: (layer(rest[0], x_MC, segment_ids, rest[1]), None), x_MC, (states, keys)
-            )
+            x_MC, _ = jax.lax.scan(lambda x_MC, rest: (layer(rest[0], x_MC, rest[1]), None), x_MC, (states, keys))
         else:
             for i in range(config.num_layers):
-                x_MC = layer(nnx.state(self.h[i]), x_MC, segment_ids, None if keys is None else keys[i])
+                x_MC = layer(nnx.state(self.h[i]), x_MC, None if keys is None else keys[i])
         return self.ln_f(x_MC)
 
     def embed(self, tokens: Int[Array, "*shape"], positions: Int[Array, "..."]) -> Float[Array, "*shape C"]:
