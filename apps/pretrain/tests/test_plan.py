@@ -149,6 +149,7 @@ def test_openwebtext_is_known():
     assert found["tokens_bytes"] == 2 * 9_040_017_095
 
 
+@pytest.mark.slow
 def test_the_largest_microbatch_is_the_largest_that_fits(monkeypatch):
     mesh = make_mesh()
     config = GPT2Config(vocab_size=257, seq_len=32, num_layers=1, num_heads=2, embed_dim=32)

@@ -1,6 +1,7 @@
 """The tokenizer of weights in Hugging Face's format."""
 
 import json
+import os
 
 import pytest
 from flax import nnx
@@ -60,6 +61,7 @@ def test_a_named_tokenizer_keeps_its_name(save):
 
 
 @pytest.mark.shared_data
+@pytest.mark.skipif(not os.environ.get("TIKTOKEN_CACHE_DIR"), reason="needs TIKTOKEN_CACHE_DIR")
 def test_the_tokenizer_of_gpt2_keeps_its_name(save):
     assert published_tokenizer(str(save("gpt2", 50_257)), 50_257) == "gpt2"
 

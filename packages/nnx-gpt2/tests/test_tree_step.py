@@ -67,8 +67,10 @@ def train(config, num_devices, *, num_shards=8, num_steps=2, key=7, rule=RULE, *
     ("changes", "options"),
     [
         pytest.param({"dropout_rate": 0.2}, {"grad_accum_steps": 2}, id="dropout and microbatches"),
-        pytest.param({"scan_layers": True}, {"end_of_text": 3}, id="documents and stacked layers"),
-        pytest.param({}, {"rule": MUON}, id="muon"),
+        pytest.param(
+            {"scan_layers": True}, {"end_of_text": 3}, id="documents and stacked layers", marks=pytest.mark.slow
+        ),
+        pytest.param({}, {"rule": MUON}, id="muon", marks=pytest.mark.slow),
         pytest.param({"dtype": "bfloat16"}, {}, id="bfloat16", marks=pytest.mark.slow),
     ],
 )
@@ -103,6 +105,7 @@ def test_neighbors_are_added_first(num_parts):
     assert _tree_sum(iter(jnp.asarray(parts))) == sums[0]
 
 
+@pytest.mark.slow
 def test_another_number_of_shards_rounds_otherwise_and_drops_other_units(tiny):
     few, many = train(tiny, 1, num_shards=2)[0], train(tiny, 1, num_shards=8)[0]
     assert tensor_digests(few) != tensor_digests(many)
@@ -196,6 +199,7 @@ def test_a_shard_needs_less_memory_than_a_batch(tiny):
     assert shards.state_bytes <= whole.state_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="this system cannot restrict a process to some CPUs")
 def test_with_fixed_threads_the_number_of_cpus_changes_no_bit():
     assert sys.platform == "linux"
