@@ -76,9 +76,9 @@ def test_folder(part: str) -> str:
 def run_tests(session: nox.Session, part: str, *options: str) -> None:
     """Run a part's tests, and the examples in the docstrings of a package."""
     # A module that needs an extra has no examples.
-    doctests = [f"{MEMBERS[part]}/src", "--doctest-modules", "--doctest-ignore-import-errors"]
-    doctests = [] if part == INTEGRATION else doctests
-    session.run("pytest", test_folder(part), *doctests, *options, *session.posargs, env=TEST_ENV)
+    doctests = ["--doctest-modules", "--doctest-ignore-import-errors"]
+    sources = [] if part == INTEGRATION else [f"{MEMBERS[part]}/src", *doctests]
+    session.run("pytest", test_folder(part), *sources, *options, *session.posargs, env=TEST_ENV)
 
 
 @nox.session
