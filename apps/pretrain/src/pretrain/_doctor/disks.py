@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -56,7 +57,7 @@ class _Folder:
             for block in blocks:
                 file.write(block)
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # not macOS: it is then read from the disk, and not from memory
+            if sys.platform == "linux":  # it is then read from the disk, and not from memory
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, name: str) -> int:
