@@ -1,4 +1,4 @@
-"""A check for words that readers have stumbled over, and for docstrings that open with a noun clause.
+"""A check for words that readers have stumbled over, docstrings that open with a noun clause, and package indexes.
 
     python tests/check_words.py [FILE ...]
 
@@ -45,6 +45,8 @@ _SKIPPED = re.compile(
 )
 # These files hold the words as examples.
 _EXAMPLES = (Path(__file__), Path(__file__).with_name("test_check_words.py"))
+# A mirror serves as well as the public index, so no file names a host. The brackets keep this line from being one.
+_INDEX_HOST = re.compile(r"(?:p[y]pi|python[h]osted)\.org|registry\.n[p]mjs", re.I)
 _NOUN_CLAUSE = re.compile(r'"""(?:How|Of|What|Where|Whether|Which) \w.*')
 
 
@@ -61,6 +63,8 @@ def find_violations(text: str) -> Iterator[tuple[int, str]]:
         phrase = r"\s+(?:#\s*)?".join(map(re.escape, word.split()))
         for match in re.finditer(rf"(?<![\w-]){phrase}(?![\w-])", text, re.I):
             yield text.count("\n", 0, match.start()) + 1, f"{word!r} must be written as {use!r}"
+    for match in _INDEX_HOST.finditer(text):
+        yield text.count("\n", 0, match.start()) + 1, "a package must be named without the host of an index"
     for match in _NOUN_CLAUSE.finditer(text):
         number = text.count("\n", 0, match.start()) + 1
         yield number, f"a docstring must open with the name of the thing or with a verb, got {match[0]!r}"

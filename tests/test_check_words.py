@@ -17,6 +17,7 @@ from support import ROOT
         ("x = 1\n# It is set\n# aside.", 2),
         ('def f():\n    """What the step returned."""', 2),
         ('"""Which window comes when."""', 1),
+        ("# A package\n\n[nox](https://py" + "pi.org/project/nox)", 3),
     ],
 )
 def test_a_banned_phrase_is_found_on_its_line(text, number):
