@@ -150,7 +150,8 @@ def test_the_help_of_a_process_ends_with_success():
         env={**os.environ, "COLUMNS": "40"},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert " ".join(done.stdout.split()).startswith(f"usage: uv run {APPLICATION} [COMMAND] [OPTIONS] ")
+    shown = "".join(done.stdout.split())  # A long path of the application breaks anywhere.
+    assert shown.startswith("".join(f"usage: uv run {APPLICATION} [COMMAND] [OPTIONS]".split()))
 
 
 @pytest.mark.parametrize(
