@@ -35,7 +35,7 @@ SHORT = {
     "data.py": ["--rounds", "1", "--corpus-mb", "60"],
     "kills.py": ["--kills", "1", "--corpus-mb", "100"],
     "kill_matrix.py": ["--kills", "10", "--hardware", "local"],
-    "exact.py": ["--kills", "3"],
+    "exact.py": ["--kills", "3", "--replays", "2"],
     "decode.py": ["--rounds", "1"],
     "collectives.py": ["--num-layers", "2"],
     "scale.py": ["--num-layers", "2"],

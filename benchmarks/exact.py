@@ -1,6 +1,6 @@
 """Kills of runs that continue on other numbers of workers, with `--train.num-shards 4`: the same bits at the end.
 
-    uv run benchmarks/exact.py --kills 60
+    uv run benchmarks/exact.py --kills 60 --replays 100
 
 The reference is an undisturbed run with `local`. Three other runs go on at the same time: on disk, in object storage
 (moto, on this machine), and elastic on a Ray cluster of three nodes, of which some are lost and some gained. Each kill
@@ -9,8 +9,9 @@ at a random time of a start, or at its step: the kills are spread over the steps
 A run that ends before its last kill is followed by another one.
 
 At the end of each run, the digests of the parameters and of the optimizer state in the last checkpoint, of all losses,
-of the metrics without times and of the samples must be those of the reference. Writes benchmarks/results/exact.md and
-exact.json. Exits with 1 if a digest differs, a command hangs, or an undisturbed command fails.
+of the metrics without times and of the samples must be those of the reference. Random steps of the first run on disk
+are computed again by `replay`, with `local`. Writes benchmarks/results/exact.md and exact.json. Exits with 1 if a
+digest or a step differs, a command hangs, or an undisturbed command fails.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -98,13 +100,15 @@ OPTIONS = {
     "--model.dropout-rate": 0.1, "--train.global-batch-size": 16, "--train.grad-accum-steps": 2,
     "--train.num-shards": 4, "--train.max-steps": MAX_STEPS, "--train.checkpoint-every": CHECKPOINT_EVERY,
     "--train.eval-every": 150, "--train.eval-tokens": 5000, "--train.log-every": LOG_EVERY,
-    "--train.sample-tokens": 20, "--train.max-failures": 100, "--wait-for-resources-s": 120,
+    "--train.keep-every": 100, "--train.sample-tokens": 20, "--train.max-failures": 100, "--wait-for-resources-s": 120,
 }  # fmt: skip
 # A kill at a start comes at most these seconds after the victim is there.
 START_S = {"command": 12.0, "all": 12.0, "node": 3.0, "worker": 3.0, "controller": 3.0}
 # After a kill its effect is awaited. A command that prints nothing hangs.
 SETTLE_S, HANG_S, LEFT_S = 5.0, 300.0, 90.0
 MAX_COMMANDS = 40
+# Commands of `replay` at the same time.
+NUM_REPLAYING = 2
 
 
 @dataclass
@@ -320,10 +324,27 @@ class Disturbed:
             self._nodes.close()
 
 
+def replay(run: Path, num_steps: int, seed: int) -> list[int]:
+    """Compute random steps of a finished run again, and return those that differ."""
+
+    def differs(step: int) -> bool:
+        arguments = ["replay", str(run), "--step", str(step), "--hardware", "local", "--json"]
+        command = [sys.executable, str(ROOT / "apps" / "pretrain"), *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if not done.stdout:
+            raise RuntimeError(f"replay of step {step} ended with {done.returncode}")
+        answer = json.loads(done.stdout)
+        return not (answer["verified"] and answer["num_losses"] == 1)
+
+    steps = sorted(random.Random(seed).sample(range(1, MAX_STEPS + 1), num_steps))
+    with ThreadPoolExecutor(NUM_REPLAYING) as threads:
+        return [step for step, is_other in zip(steps, threads.map(differs, steps), strict=True) if is_other]
+
+
 def write(out: Path, result: dict[str, Any]) -> bool:
-    """Write the results. Return whether each run has the digests of the reference."""
+    """Write the results. Return whether each run has the digests of the reference, and each step was computed again."""
     reference, *runs = result["runs"]
-    kills = result["kills"]
+    kills, replays = result["kills"], result["replays"]
     same = [run for run in runs if run["digests"] == reference["digests"]]
     rows = "".join(
         f"| {run['run']} | {run['kills']} | {run['commands']} | {', '.join(map(str, run['workers']))} | "
@@ -347,6 +368,8 @@ def write(out: Path, result: dict[str, Any]) -> bool:
         f"{len(kills)} kills in {len(runs)} runs. Runs with the digest of the undisturbed run: {len(same)} of "
         f"{len(runs)}.\n\n"
         f"By victim: {counts}. By hardware: {where}.\n\n"
+        f"Random steps of the run disk 1 computed again by `replay`: {replays['steps']}, of which "
+        f"{len(replays['differ'])} differ.\n\n"
         "The workers are those of each start that reached the first step, in the order of the starts. The first run is "
         "the undisturbed one, with `local`.\n\n"
         "| run | kills | commands | workers | digest | the same |\n|---|---|---|---|---|---|\n"
@@ -358,7 +381,7 @@ def write(out: Path, result: dict[str, Any]) -> bool:
         "end: it started the workers again where the kill had ended them.\n\n"
         f"| run | hardware | victim | moment | last step printed | outcome |\n|---|---|---|---|---|---|\n{table}"
     )
-    return len(same) == len(runs)
+    return len(same) == len(runs) and not replays["differ"]
 
 
 def serve_bucket() -> tuple[ThreadedMotoServer, str]:
@@ -384,12 +407,18 @@ def main() -> None:
     parser.add_argument(
         "--kills", type=count, default=60, help="number of kills, at most 20 in a part (default: %(default)s)"
     )
+    parser.add_argument(
+        "--replays", type=int, choices=range(MAX_STEPS + 1), metavar="N", default=0,
+        help="random steps to compute again (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--parts", nargs="+", choices=list(PLAN), default=list(PLAN), help="default: all")
     parser.add_argument("--minutes", type=count, default=600, help="begin no kill later than this")
     parser.add_argument("--seed", type=int, default=1, help="seed of the times of the kills")
     parser.add_argument("--keep", type=Path, help="folder for the runs and their output; by default they are deleted")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     options = parser.parse_args()
+    if options.replays and "disk" not in options.parts:
+        parser.error("--replays needs a run on disk. Give --parts disk.")
     # The commands answer signals also where this process must not, as under `nohup`.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -422,17 +451,23 @@ def main() -> None:
         parts = [part("undisturbed", 0), *(part(name, num_kills) for name, num_kills in shares.items() if num_kills)]
         with ThreadPoolExecutor() as threads:
             errors = [future.exception() for future in [threads.submit(one.disturb) for one in parts]]
+        differ = replay(folder / "runs" / "disk-1", options.replays, options.seed) if options.replays else []
         result = {
             "config": "2 layers of width 64, dropout 0.1, 16 windows of 64 bytes as 4 shards of 2 microbatches, "
             f"{MAX_STEPS} steps, a checkpoint every {CHECKPOINT_EVERY}",
             **environment("pretrain", "nnx-gpt2", "ray-jax-launch", "jax", "ray"),
             "runs": [run for one in parts for run in one.runs],
             "kills": [asdict(kill) for one in parts for kill in one.kills],
+            "replays": {"steps": options.replays, "differ": differ},
         }
         is_good = write(options.out, result)
     print((options.out / "exact.md").read_text())
     if not is_good or any(errors):
-        sys.exit("\n".join(["a digest differs" if not is_good else "a run failed", *map(str, filter(None, errors))]))
+        sys.exit(
+            "\n".join(
+                ["a digest or a step differs" if not is_good else "a run failed", *map(str, filter(None, errors))]
+            )
+        )
 
 
 if __name__ == "__main__":
