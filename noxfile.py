@@ -349,8 +349,8 @@ def rehearse(session: nox.Session) -> None:
         examples = [("nnx-gpt2", "packages/nnx-gpt2"), ("ray-jax-launch", "packages/ray-jax-launch")]
         for name, place in [*examples, ("owt-data", "packages/owt-data"), ("pretrain", "apps/pretrain")]:
             blocks = re.findall(r"```python\n(.*?)```", (ROOT / place / "README.md").read_text(), re.S)
-            Path(f"{name}.py").write_text("\n".join(blocks))
-            session.run("new/bin/python", f"{name}.py", external=True, env=TEST_ENV)
+            Path(f"example-{name}.py").write_text("\n".join(blocks))  # not the name of a module
+            session.run("new/bin/python", f"example-{name}.py", external=True, env=TEST_ENV)
 
 
 @nox.session

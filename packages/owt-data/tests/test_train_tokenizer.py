@@ -129,3 +129,11 @@ def test_bad_text_and_options_are_one_sentence_and_write_nothing(contents, optio
     assert sentence in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /sys, which is read-only for every user")
+def test_a_folder_that_cannot_be_written_is_rejected_before_the_text_is_read(text):
+    read = []
+    with pytest.raises(DataError, match=r"^/sys must be writable, got "):
+        train_tokenizer(str(text), "/sys/out", vocab_size=300, progress=read.append)
+    assert read == []

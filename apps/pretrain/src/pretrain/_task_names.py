@@ -62,6 +62,6 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError(
-            "tasks must have lm-eval, which is not installed. Install it with `--extra eval`, as in `uv run --extra "
-            "eval apps/pretrain eval RUN --tasks piqa`; without --tasks, eval needs no extra."
+            "tasks must have lm-eval, which is not installed. Install it with the extra eval, as in `uv run --extra "
+            "eval apps/pretrain ...`, or leave the tasks out."
         )

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,13 @@ def _path_of(out: str | os.PathLike[str]) -> Path:
             raise DataError(f"{show_name(parent)} must be a folder, got something else. Choose another name.")
     if path.exists() and not path.is_file():
         raise DataError(f"{show_name(path)} must be a file, got something else. Choose another name.")
+    folder = next(parent for parent in path.parents if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise DataError(
+            f"{show_name(folder)} must be writable, got {error.strerror}. Choose another folder."
+        ) from error
     return path
 
 
