@@ -36,6 +36,7 @@ SHORT = {
     "kills.py": ["--kills", "1", "--corpus-mb", "100"],
     "kill_matrix.py": ["--kills", "10", "--hardware", "local"],
     "exact.py": ["--kills", "3", "--replays", "2"],
+    "layouts.py": ["--steps", "20"],
     "decode.py": ["--rounds", "1"],
     "collectives.py": ["--num-layers", "2"],
     "scale.py": ["--num-layers", "2"],

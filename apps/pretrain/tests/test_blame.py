@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from owt_data import Batches, open_tokens, read_steps
+from owt_data import Batches, load_tokenizer, open_tokens, read_steps
 from pretrain import main
 from pretrain._run.spikes import THRESHOLD, spike_scores
 from pretrain._run.step_losses import read_step_losses
@@ -108,7 +108,7 @@ def test_shares_sum_to_one_and_the_windows_are_those_of_the_step(trained, blamed
     data = open_tokens(json.loads((folder / "runs/run/config.json").read_text())["data"]["tokens"], tokenizer="bytes")
     batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH, rank=0, world_size=1, order="sequential", seed=0)
     ((_, windows),) = read_steps(data.train, batches, start_step=step - 1, stop_step=step)
-    texts = {f"w{row}": bytes(token for token in window if token < 256).decode() for row, window in enumerate(windows)}
+    texts = {f"w{row}": load_tokenizer("bytes").decode(window.tolist()) for row, window in enumerate(windows)}
     assert {one["id"]: one["text"] for one in found["windows"]} == texts
 
 
@@ -163,7 +163,7 @@ def test_the_steps_with_all_windows_are_those_of_the_run_to_its_end(trained, bla
         (["--step", f"{STEPS + 1}"], f"--step must be from 1 to {STEPS}, the last step of"),
         (["--step", "3", "--top", "0"], "--top must be at least 1, got 0."),
         (["--step", "3", "--without", "w0", "--steps", "0"], "--steps must be at least 1, got 0."),
-        (["--step", "3", "--without", "w4"], "--without must be windows and documents of the step, such as w"),
+        (["--step", "3", "--without", "w4"], "of the step, w0 to w3 and such as d4, got w4."),
         (["--step", "3", "--without", "w0", "w1", "w2", "w3"], "--without must leave a window of each step, got all 4"),
     ],
 )

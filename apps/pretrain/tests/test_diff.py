@@ -67,8 +67,8 @@ def test_a_killed_and_continued_run_is_the_same(diff, place):
     assert out.splitlines()[:2] == [f"A: {place}/runs/whole", f"B: {place}/runs/killed"]
     assert out.splitlines()[-3:] == [
         "The runs are the same through step 13.",
-        "Equal to the bit: 13 losses, the windows of 10 records, and the checkpoints of",
-        "steps 4, 8, 12, 13.",
+        "Equal to the bit: 13 losses, the positions of the windows of 10 records, and the",
+        "checkpoints of steps 4, 8, 12, 13.",
     ]
 
 
@@ -83,7 +83,7 @@ def test_one_ulp_in_one_array_is_found_with_its_step_and_its_name(diff, facts):
     assert found["same_checkpoints"] == [4]
     assert found.get("first_loss", {"step": 9})["step"] > 8
     _, out, _ = diff("whole", "planted")
-    assert "The runs differ at step 8: the arrays of its checkpoints differ.\n" in out
+    assert "The runs first differ at step 8: the arrays of its checkpoints differ.\n" in out
     assert "Equal to the bit: the checkpoint of step 4.\n" in out
     assert out.endswith(f" arrays:\n  {PLANTED}\n")
 
@@ -151,9 +151,9 @@ def test_another_learning_rate_shows_in_the_loss_after_the_first_update(diff, fa
     # What differs in the options is said first.
     before, after = found["settings"]["optimizer.learning_rate"]
     assert out.splitlines()[2] == f"optimizer.learning_rate: {before} in A, {after} in B"
-    assert "The runs differ from step 2 on: its loss is " in out
-    assert "The windows of 13 records are equal." in out
-    assert "The arrays of the checkpoints differ from step 4 on." in out
+    assert "The runs first differ at step 2: its loss is " in out
+    assert "The positions of the windows of 13 records are equal." in out
+    assert "The arrays of the checkpoints first differ at step 4." in out
 
 
 def test_runs_of_other_data_and_of_other_models_are_answered(facts):

@@ -26,6 +26,7 @@ from pretrain._data import load_tokens
 from pretrain._errors import UsageError
 from pretrain._run.description import RUN, describe, describe_data
 from pretrain._run.files import write_json
+from pretrain._run.find import find_checkpoint, find_unless_published
 from pretrain._run.folder import RunFolder
 from pretrain._training import sampling
 from pretrain._training.sampling import Sampler
@@ -351,3 +352,16 @@ def test_a_reader_leaves_a_damaged_checkpoint_and_a_save_that_goes_on_alone(make
     assert (trained.step, trained.config.model.embed_dim, trained.folder.path) == (1, 16, folder.path)
     assert sorted(folder.path.rglob("*")) == before
     assert damaged.read_text() == "damaged"
+
+
+def test_a_run_comes_before_a_folder_of_weights_of_the_same_name(make_run, tmp_path, monkeypatch):
+    folder = make_run()[0].path
+    (tmp_path / "runs").mkdir()
+    folder.rename(tmp_path / "runs" / "one")
+    monkeypatch.chdir(tmp_path)
+    Path("one").mkdir()
+    Path("one/config.json").write_text('{"model_type": "gpt2"}')
+    found = find_unless_published("one", find_checkpoint)
+    assert found is not None
+    assert (found.folder.path, found.step) == (tmp_path / "runs" / "one", 1)
+    assert find_unless_published("./one", find_checkpoint) is None

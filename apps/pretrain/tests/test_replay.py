@@ -84,7 +84,7 @@ def test_a_run_is_verified_from_its_oldest_checkpoint_to_its_newest(replay, plac
     assert (code, out.splitlines()) == (
         0,
         [
-            "steps 4 to 13: verified, bit for bit",
+            "steps 5 to 13: verified, bit for bit",
             "Computed again from the checkpoint of step 4. Equal to the bit: 9 losses, the",
             "windows of 9 records, and the arrays of the checkpoints 4, 8, 12, 13.",
         ],
@@ -105,7 +105,12 @@ def test_a_run_that_was_killed_and_whose_intervals_changed_is_verified(facts, pl
     assert found["num_windows"] == sum('"windows"' in record for record in records) == 7
 
 
-def test_one_step_is_computed_from_the_checkpoint_before_it(facts):
+def test_one_step_is_computed_from_the_checkpoint_before_it(replay, facts):
+    assert replay("whole", "--step", "11")[1].splitlines() == [
+        "step 11: verified, bit for bit",
+        "Computed again from the checkpoint of step 8. Equal to the bit: 1 loss, and the",
+        "windows of 1 record.",
+    ]
     code, found = facts("whole", "--step", "11")
     assert (code, found["start"], found["from"], found["to"], found["num_losses"]) == (0, 8, 10, 11, 1)
 
@@ -121,7 +126,7 @@ def test_one_ulp_is_found_with_its_step_and_its_name(replay, facts):
     code, out, _ = replay("planted")
     assert code == 1
     assert out.splitlines() == [
-        "steps 4 to 13: step 8 is the first one that differs",
+        "steps 5 to 13: step 8 is the first one that differs",
         "Computed again from the checkpoint of step 4.",
         "The checkpoint of step 8 has other arrays than those computed again:",
         f"  {PLANTED}",
@@ -139,7 +144,7 @@ def test_a_changed_loss_is_named(replay, facts, copied):
     losses[9] = np.nextafter(losses[9], np.float32(9))
     losses.tofile(path)
     code, out, _ = replay("copy-of-whole")
-    assert (code, out.splitlines()[0]) == (1, "steps 4 to 13: step 10 is the first one that differs")
+    assert (code, out.splitlines()[0]) == (1, "steps 5 to 13: step 10 is the first one that differs")
     assert f"Step 10 has recorded the loss {np.format_float_positional(losses[9])}; computed again" in out
     found = facts("copy-of-whole")[1]
     assert found["first_loss"]["step"] == 10
@@ -192,8 +197,9 @@ def test_other_devices_than_those_of_the_run_are_named(facts, copied):
         ("weights --from 2", "must have a checkpoint before step 3, got 12, 13. Give a later step; a run with "),
         ("fork --step 3", "must have a checkpoint before step 3, got 8, 12, 13. Give a later step; a run with "),
         ("whole --to 14", "--to must be from 1 to 13, the last step of the run, got 14."),
-        ("whole --from 5 --to 5", "--from must be from 0 to 4, the step before the last one, got 5."),
-        ("whole --step 0", "--step must be at least 1, got 0."),
+        ("whole --from 5 --to 5", "--from must be from 0 to 4, below the last step to replay, got 5."),
+        ("whole --step 0", "--step must be from 1 to 13, the last step of the run, got 0."),
+        ("whole --step 14", "--step must be from 1 to 13, the last step of the run, got 14."),
         ("whole --step 3 --to 5", "--step must be given without --from and --to, got both. Leave one out."),
         ("whole --hardware cpu:4", "train.global_batch_size must be divisible by 4"),
         ("longer", "train.max_steps must be the same in all steps to replay, got 8 up to step 8 and then 13."),
@@ -225,7 +231,7 @@ def test_a_run_of_two_workers_is_verified_on_two_workers(place):
     )
     assert pretrain(*options.split()).returncode == 0
     again = pretrain("replay", "two")
-    assert (again.returncode, again.stdout.splitlines()[0]) == (0, "steps 4 to 12: verified, bit for bit")
+    assert (again.returncode, again.stdout.splitlines()[0]) == (0, "steps 5 to 12: verified, bit for bit")
     here = pretrain("replay", "two", "--hardware", "local")
     cause = "The run was computed on 2 workers with 2 devices (cpu), this replay on 1 worker "
     assert cause in here.stdout.replace("\n", " ")

@@ -108,7 +108,7 @@ def test_a_run_with_another_loss_is_not_equal_and_the_step_is_named(place):
     assert re.search(r"^kill 1: the command \(\d+\) at step \d+", text, re.M)
     assert re.search(r"^kill 1: the same command continued from ", text, re.M)
     assert "equal, to the bit" not in text
-    assert "The runs differ from step 6 on: its loss is" in text
+    assert "The runs first differ at step 6: its loss is" in text
 
 
 # Restores the checkpoint of step 8, adds one ulp to one element, saves it again, and ends there.

@@ -14,6 +14,7 @@ from pretrain._audit.run_tokens import RunTokens
 from pretrain._audit.step_windows import StepWindow, step_windows
 from pretrain._audit.suspects import (
     Measure,
+    Removal,
     Suspect,
     parse_removal,
     rank_documents,
@@ -102,11 +103,14 @@ def blame_step(
         UsageError: see `Rerun`; or `without` names no windows and documents of the step, or all windows of a step.
         DataError, LaunchError: see `Rerun`.
     """
+    parts = step_windows(tokens, step)
+    documents = {part.document.id: part.document for window in parts for part in window.documents}
+    removal = parse_removal(without, len(parts), documents)
     rerun = Rerun(tokens, step - 1)
     begin, found = rerun.step, []
     while rerun.step < step - 1:
         found.append(rerun.compute(next(rerun.batches)))
-    setup, windows, parts = rerun.setup, next(rerun.batches), step_windows(tokens, step)
+    setup, windows = rerun.setup, next(rerun.batches)
     masks = setup.config.train.mask_documents
     shares = gradient_shares(
         setup.config.model,
@@ -115,12 +119,11 @@ def blame_step(
         mesh=setup.mesh,
         end_of_text=setup.data.end_of_text if masks else None,
     )
-    documents = {part.document.id: part.document for window in parts for part in window.documents}
     ranked_windows = rank_windows(shares, windows, setup.tokenizer, by)
     ranked_documents = rank_documents(shares, windows, _document_ids(parts), documents, setup.tokenizer, by)
     comparison = None
     if without:
-        comparison = _compare(rerun, tokens, windows, without, [*ranked_windows, *ranked_documents], losses, num_steps)
+        comparison = _compare(rerun, tokens, windows, without, removal, losses, num_steps)
     return BlamedStep(
         step=step,
         loss=float(losses[step - 1]),
@@ -139,12 +142,12 @@ def _compare(
     tokens: RunTokens,
     windows: NDArray[np.integer],
     ids: Sequence[str],
-    suspects: Sequence[Suspect],
+    removal: Removal,
     recorded: NDArray[np.float32],
     num_steps: int,
 ) -> Comparison:
     """Compute a step and those after it with all windows, and again without some."""
-    removal, setup, first = parse_removal(ids, suspects), rerun.setup, rerun.step + 1
+    setup, first = rerun.setup, rerun.step + 1
     num_steps = min(num_steps, setup.config.train.max_steps - rerun.step)
     batches = [windows, *(next(rerun.batches) for _ in range(num_steps - 1))]
     reduced, num_windows = [], 0

@@ -42,6 +42,8 @@ def find_segment(run: RecordedRun, first: int | None, stop: int | None) -> Segme
     """
     saved = list(run.checkpoint_steps)
     is_random = run.description.origin is None
+    if not run.last_step:
+        raise UsageError(f"{run.folder} has recorded no step yet. Continue its training.")
     if stop is None:
         if not saved:
             raise UsageError(f"{run.folder} has no checkpoint yet. Continue its training, or give --to STEP.")
@@ -54,7 +56,7 @@ def find_segment(run: RecordedRun, first: int | None, stop: int | None) -> Segme
         if not before and not is_random:
             raise _without_start(run, stop)
     if not 0 <= first < stop:
-        raise UsageError(f"--from must be from 0 to {stop - 1}, the step before the last one, got {first}.")
+        raise UsageError(f"--from must be from 0 to {stop - 1}, below the last step to replay, got {first}.")
     before = [step for step in saved if step <= first]
     if not before and not is_random:
         raise _without_start(run, first + 1)

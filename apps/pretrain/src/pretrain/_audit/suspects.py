@@ -6,7 +6,7 @@ Shapes: B windows of a batch, W = T + 1 tokens of a window, T predictions.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,7 +87,7 @@ def rank_windows(
             share=float(found.shares[row].sum()),
             norm=float(found.norms[row]),
             source=None,
-            text=_decoded(tokenizer, window),
+            text="" if tokenizer is None else tokenizer.decode(window.tolist()),
         )
         for row, window in enumerate(windows)
     ]
@@ -156,7 +156,7 @@ def _sorted(suspects: list[Suspect], by: Measure) -> list[Suspect]:
 
 
 def _decoded(tokenizer: Tokenizer | None, tokens: NDArray[np.integer]) -> str:
-    """Return the text of tokens, without that of end-of-text tokens."""
+    """Return the text of a document, without its end-of-text token."""
     if tokenizer is None:
         return ""
     return tokenizer.decode([token for token in tokens.tolist() if token != tokenizer.eot_token])
@@ -189,24 +189,26 @@ class Removal:
         return stays
 
 
-def parse_removal(ids: Sequence[str], suspects: Sequence[Suspect]) -> Removal:
+def parse_removal(ids: Sequence[str], num_windows: int, documents: Iterable[int]) -> Removal:
     """Parse the ids of windows and documents.
 
     Args:
         ids: the ids.
-        suspects: the windows and the documents of the step.
+        num_windows: the number of windows of the step.
+        documents: the numbers of its documents.
 
     Raises:
         UsageError: an id is that of no window and of no document of the step.
     """
-    known = {suspect.id for suspect in suspects}
+    documents = sorted(documents)
+    known = {f"{_WINDOW}{row}" for row in range(num_windows)} | {f"{_DOCUMENT}{number}" for number in documents}
     numbers: dict[str, set[int]] = {_WINDOW: set(), _DOCUMENT: set()}
     for one in ids:
         parsed = _ID.fullmatch(one)
         if parsed is None or one not in known:
             raise UsageError(
-                f"--without must be windows and documents of the step, such as {suspects[0].id}, got {short(one)}. "
-                "Take the ids of the tables."
+                f"--without must be windows and documents of the step, {_WINDOW}0 to {_WINDOW}{num_windows - 1} and "
+                f"such as {_DOCUMENT}{documents[0]}, got {short(one)}. Take the ids of the tables."
             )
         numbers[parsed["kind"]].add(int(parsed["number"]))
     return Removal(frozenset(numbers[_WINDOW]), frozenset(numbers[_DOCUMENT]))

@@ -79,7 +79,7 @@ def blame(  # noqa: PLR0913 - the options of the command
         console.file.write(_json_line(found))
         return found
     command = f"{application()} blame {as_typed(folder)} --step {chosen}"
-    for line in _lines(found, top, by, command):
+    for line in _lines(found, top, by, steps, command):
         print_line(console, line)
     return found
 
@@ -122,7 +122,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _lines(found: BlamedStep, top: int, by: Measure, command: str) -> Iterator[str]:
+def _lines(found: BlamedStep, top: int, by: Measure, num_steps: int, command: str) -> Iterator[str]:
     if math.isnan(found.loss):
         state = "was skipped, because its loss or gradient is not finite"
     else:
@@ -141,7 +141,7 @@ def _lines(found: BlamedStep, top: int, by: Measure, command: str) -> Iterator[s
         yield from _table(suspects[:top])
     yield ""
     if found.comparison is not None:
-        yield from _comparison(found, found.comparison)
+        yield from _comparison(found, found.comparison, num_steps)
     else:
         yield f"without the first document: {command} --without {found.documents[0].id}"
 
@@ -180,15 +180,17 @@ def _shortened(text: str) -> str:
     return line.plain
 
 
-def _comparison(found: BlamedStep, comparison: Comparison) -> Iterator[str]:
+def _comparison(found: BlamedStep, comparison: Comparison, num_steps: int) -> Iterator[str]:
     number = f"{comparison.num_windows} window{'' if comparison.num_windows == 1 else 's'}"
     yield f"without {', '.join(comparison.ids)}: another window takes the place of {number}"
     finite = [value for value in (*comparison.losses, *comparison.without) if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     width = len(str(found.step + len(comparison.losses) - 1))
-    yield f"{'step':>{max(4, width)}}  {'loss':>8}  {'without':>8}"
+    yield f"{'step':>{max(4, width)}}  {'loss':>8}  {'without':>8}  * loss, o without"
     for step, (one, other) in enumerate(zip(comparison.losses, comparison.without, strict=True), found.step):
         yield f"{step:>{max(4, width)}}  {_loss(one):>8}  {_loss(other):>8}  {_bar(one, other, low, high)}".rstrip()
+    if len(comparison.losses) < num_steps:
+        yield f"the run ends at step {found.step + len(comparison.losses) - 1}"
     if comparison.score_without is not None:
         is_gone = comparison.score_without < THRESHOLD
         was_spike = found.score is None or found.score >= THRESHOLD

@@ -26,7 +26,11 @@ from pretrain._surroundings.environment import start_jax
 
 _WIDTH = 80
 _MOST_ARRAYS, _MOST_CHECKPOINTS = 12, 8
-_WHAT: dict[Kind, str] = {"windows": "the windows", "loss": "the losses", "arrays": "the arrays of the checkpoints"}
+_WHAT: dict[Kind, str] = {
+    "windows": "the positions of the windows",
+    "loss": "the losses",
+    "arrays": "the arrays of the checkpoints",
+}
 
 
 def diff(a: str, b: str, *, elements: bool, as_json: bool, console: Console) -> bool:
@@ -150,7 +154,8 @@ def _heads(a: str, b: str) -> list[str]:
 def _paragraphs(found: RunDifference) -> Iterator[str]:
     earliest = found.earliest
     compared = (
-        f"{_count(found.num_losses, 'loss', 'losses')}, the windows of {_count(found.num_windows, 'record', 'records')}"
+        f"{_count(found.num_losses, 'loss', 'losses')}, the positions of the windows of "
+        f"{_count(found.num_windows, 'record', 'records')}"
     )
     if earliest is None:
         ends = _ends(found)
@@ -164,7 +169,7 @@ def _paragraphs(found: RunDifference) -> Iterator[str]:
             of_loss, of_windows = (found.num_losses, "step", "steps"), (found.num_windows, "record", "records")
             yield f"{what} of {_count(*(of_loss if kind == 'loss' else of_windows))} are equal.".capitalize()
         elif later is not None and later is not earliest:
-            yield f"{what} differ from step {later.step:,} on.".capitalize()
+            yield f"{what} first differ at step {later.step:,}.".capitalize()
     if found.same_checkpoints:
         yield f"Equal to the bit: {_checkpoint_steps(found.same_checkpoints)}."
     if found.checkpoint is not None:
@@ -177,13 +182,13 @@ def _paragraphs(found: RunDifference) -> Iterator[str]:
 def _sentence(first: FirstDifference, found: RunDifference) -> str:
     """Return the sentence about the first difference."""
     if first.kind == "arrays":
-        return f"The runs differ at step {first.step:,}: the arrays of its checkpoints differ."
+        return f"The runs first differ at step {first.step:,}: the arrays of its checkpoints differ."
     if first.kind == "loss":
         of_a, of_b = (np.format_float_positional(np.float32(value)) for value in (first.of_a, first.of_b))
-        return f"The runs differ from step {first.step:,} on: its loss is {of_a} in A and {of_b} in B."
+        return f"The runs first differ at step {first.step:,}: its loss is {of_a} in A and {of_b} in B."
     return (
-        f"The runs differ at step {first.step:,}: it reads other windows ({first.of_a} in A, {first.of_b} in B). The "
-        "windows are known at each record."
+        f"The runs first differ at step {first.step:,}: it reads other windows ({first.of_a} in A, {first.of_b} in B). "
+        "The windows are known at each record."
     )
 
 

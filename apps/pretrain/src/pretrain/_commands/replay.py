@@ -69,10 +69,10 @@ def replay(
     if step is not None:
         if from_step is not None or to_step is not None:
             raise UsageError("--step must be given without --from and --to, got both. Leave one out.")
-        if step < 1:
-            raise UsageError(f"--step must be at least 1, got {step}.")
         from_step, to_step = step - 1, step
     recorded = read_run(run)
+    if step is not None and recorded.last_step and not 1 <= step <= recorded.last_step:
+        raise UsageError(f"--step must be from 1 to {recorded.last_step}, the last step of the run, got {step}.")
     segment = find_segment(recorded, from_step, to_step)
     recorded = dataclasses.replace(recorded, description=_description_at(recorded, segment))
     name = hardware or _hardware(recorded.description)
@@ -182,18 +182,23 @@ def _facts(run: RecordedRun, segment: Segment, answer: ReplayDifference, hardwar
 
 
 def _texts(segment: Segment, answer: ReplayDifference) -> list[str]:
-    steps = f"steps {segment.first:,} to {segment.stop:,}"
+    is_one = segment.stop == segment.first + 1
+    steps = f"step {segment.stop:,}" if is_one else f"steps {segment.first + 1:,} to {segment.stop:,}"
     found = answer.run
-    checkpoints = ", ".join(f"{step:,}" for step in found.same_checkpoints)
-    compared = (
-        f"{found.num_losses:,} losses, the windows of {found.num_windows:,} records, and "
-        f"{f'the arrays of the checkpoints {checkpoints}' if checkpoints else 'no checkpoint'}"
-    )
+    compared = [_number(found.num_losses, "loss", "losses")]
+    if found.num_windows:
+        compared.append(f"the windows of {_number(found.num_windows, 'record', 'records')}")
+    if found.same_checkpoints:
+        checkpoints = ", ".join(f"{step:,}" for step in found.same_checkpoints)
+        compared.append(f"the arrays of the checkpoint{'s' if len(found.same_checkpoints) > 1 else ''} {checkpoints}")
+    *others, last = compared
+    text = f"{', '.join(others)}, and {last}" if others else last
     if answer.first_step is None:
         lines = _wrapped(f"{steps}: verified, bit for bit")
-        lines += _wrapped(f"Computed again from {_start(segment)}. Equal to the bit: {compared}.")
+        lines += _wrapped(f"Computed again from {_start(segment)}. Equal to the bit: {text}.")
     else:
-        lines = _wrapped(f"{steps}: step {answer.first_step:,} is the first one that differs")
+        differs = "differs" if is_one else f"step {answer.first_step:,} is the first one that differs"
+        lines = _wrapped(f"{steps}: {differs}")
         lines += _wrapped(f"Computed again from {_start(segment)}.")
         for first in sorted(found.first.values(), key=lambda first: first.step):
             lines += _wrapped(_sentence(first))
@@ -213,6 +218,10 @@ def _texts(segment: Segment, answer: ReplayDifference) -> list[str]:
     for cause in answer.causes:
         lines += _wrapped(cause)
     return lines
+
+
+def _number(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
 
 
 def _start(segment: Segment) -> str:

@@ -90,13 +90,15 @@ def verify(*, kills: int, hardware: str, data: str, seed: int, keep: str | None,
     single = {"cpu": "local", "gpu": "gpu:1", "local": "local"}[found.kind]
     runs_s = 10 * round((_RUNS_S + kills * _KILL_S) / 10)
     introduction = (
-        f"Trains a small GPT-2 twice, {MAX_STEPS} steps each: undisturbed on {single}, then on {hardware}, where "
-        f"{'a process is' if kills == 1 else f'{kills} processes are'} killed by SIGKILL at random places. Then the "
-        f"two runs are compared to the bit. This takes about {duration(runs_s)} on two idle CPU cores."
+        f"Trains a small GPT-2 twice, {MAX_STEPS} steps each, with --train.num-shards {_OPTIONS['train.num_shards']}: "
+        f"undisturbed on one device, then on {hardware}, where "
+        f"{'a process is' if kills == 1 else f'{kills} processes are'} killed by SIGKILL, at places that --seed {seed} "
+        f"chooses. Then the two runs are compared to the bit. This takes about {duration(runs_s)} on two idle CPU "
+        "cores."
     )
-    for line in textwrap.wrap(introduction, _WIDTH, break_long_words=False):
-        print_line(console, line)
     with _folder(keep) as folder:
+        for line in textwrap.wrap(introduction, _WIDTH, break_long_words=False, break_on_hyphens=False):
+            print_line(console, line)
         try:
             num_kills = _train_both(folder.path, found, single, hardware, data, kills, seed, console)
             is_equal = judge(folder.path / _UNDISTURBED, folder.path / _KILLED, num_kills, console)
@@ -210,10 +212,7 @@ def judge(undisturbed: Path, killed: Path, num_kills: int, console: Console) -> 
     runs = [read_run(str(folder)) for folder in (undisturbed, killed)]
     digests = [_digests(run) for run in runs]
     kills = f"{num_kills} kill{'' if num_kills == 1 else 's'}"
-    facts = (
-        f"params {params}  optimizer {opt_state}  ({run.description.hardware})"
-        for run, (params, opt_state) in zip(runs, digests, strict=True)
-    )
+    facts = (f"digests: params {params}  optimizer {opt_state}" for params, opt_state in digests)
     print_facts(console, [*zip(("undisturbed", f"with {kills}"), facts, strict=True)])
     found = compare_runs(*runs)
     last = runs[0].last_step
@@ -221,7 +220,7 @@ def judge(undisturbed: Path, killed: Path, num_kills: int, console: Console) -> 
         print_line(
             console,
             f"equal, to the bit: parameters and optimizer after {last} steps with {kills},\n"
-            f"the losses of {found.num_losses} steps, and the windows of {found.num_windows} records",
+            f"the losses of {found.num_losses} steps, and the positions of the windows of {found.num_windows} records",
         )
         return True
     print_line(console, "not equal:")

@@ -86,7 +86,8 @@ def find_checkpoint(name: str) -> FoundCheckpoint:
 def find_unless_published(name: str, find: Callable[[str], T]) -> T | None:
     """Return the run of a name; None for weights in Hugging Face's format, in a folder or on the hub.
 
-    A name of the hub is OWNER/NAME, or one of the first four models. A run of that name comes first.
+    A name of the hub is OWNER/NAME, or one of the first four models. A run of that name comes first, and one in `runs`
+    before a folder of the same name.
 
     Args:
         name: the run, the folder or the name.
@@ -95,8 +96,8 @@ def find_unless_published(name: str, find: Callable[[str], T]) -> T | None:
     Raises:
         UsageError: there is no such run, and the name is none of weights.
     """
-    config = Path(name) / "config.json"
-    if config.is_file() and "model_type" in _object(config):
+    config, is_run = Path(name) / "config.json", "/" not in name and (DEFAULT_STORAGE / name).is_dir()
+    if config.is_file() and "model_type" in _object(config) and not is_run:
         return None
     try:
         return find(name)

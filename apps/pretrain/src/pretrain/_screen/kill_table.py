@@ -42,6 +42,11 @@ class KillRow:
     after_s: float = 0.0
     """Seconds from the kill until it continued."""
 
+    @property
+    def is_saved_later(self) -> bool:
+        """True for a checkpoint after the kill: workers train for a moment after their command was killed."""
+        return self.checkpoint > self.step
+
     def happened(self) -> str:
         """Return the kill as a line."""
         return f"kill {self.number}: {self.victim} at step {self.step}, while {self.phase}"
@@ -49,8 +54,7 @@ class KillRow:
     def continued(self) -> str:
         """Return what continued as a line."""
         source = f"the checkpoint of step {self.checkpoint}" if self.checkpoint else "the start, without a checkpoint"
-        # Workers train for a moment after their command was killed.
-        note = ", which the old workers had still saved" if self.checkpoint > self.step else ""
+        note = ", which the old workers had still saved" if self.is_saved_later else ""
         return f"kill {self.number}: {self.continued_by} continued from {source}{note}, after {duration(self.after_s)}"
 
 
@@ -95,8 +99,12 @@ class KillTable:
             print_line(self._console, line)
 
     def _render(self) -> Group:
-        lines = [Text(present, style="dim")] if (present := self._present()) else []
-        return Group(*([_table(self.rows)] if self.rows else []), *lines)
+        lines: list[Table | Text] = [_table(self.rows)] if self.rows else []
+        if any(row.is_saved_later for row in self.rows):
+            lines.append(Text("* saved by the workers of the killed command, before they ended", style="dim"))
+        if present := self._present():
+            lines.append(Text(present, style="dim"))
+        return Group(*lines)
 
 
 def _table(rows: list[KillRow]) -> Table:
@@ -104,6 +112,7 @@ def _table(rows: list[KillRow]) -> Table:
     for name in _COLUMNS:
         table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
     for row in rows:
-        end = [row.continued_by, str(row.checkpoint), duration(row.after_s)] if row.continued_by else []
+        source = f"{row.checkpoint}{'*' if row.is_saved_later else ''}"
+        end = [row.continued_by, source, duration(row.after_s)] if row.continued_by else []
         table.add_row(str(row.number), row.victim, str(row.step), row.phase, *end)
     return table
