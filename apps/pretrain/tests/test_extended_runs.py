@@ -62,8 +62,9 @@ def test_a_run_of_wsd_is_extended_before_its_decay_to_the_bit(found):
 def test_a_run_of_wsd_is_not_extended_in_its_decay(found):
     assert found["wsd in its decay"] == (
         "train.max_steps must be 16, its value at the start of the run, got 22: the learning rate falls from step 11 "
-        "on, and the run is at step 16. Give --extend to continue at the rate of the new length; a run of the schedule "
-        "constant, or of wsd before its decay, continues without a change of its rate."
+        "on, and the run is at step 16. Give --extend to continue at the rate of the new length. A run of the schedule "
+        "constant continues without a change of its rate, and so does one of wsd before its decay: fork it there by "
+        "--from RUN@STEP and another --name."
     )
 
 
@@ -80,7 +81,10 @@ def test_a_run_of_cosine_is_extended_on_request_at_the_rate_of_the_new_length(fo
 
 
 def test_a_run_is_not_shortened_to_less_than_it_has_done(found):
-    assert found["shorter"] == "train.max_steps must be at least 19, the step of the newest checkpoint, got 7."
+    assert (
+        found["shorter"]
+        == "train.max_steps must be at least 19, the step of the newest checkpoint, got 7. Give another --name for a shorter run."
+    )
 
 
 def test_other_intervals_do_not_change_the_result(found):

@@ -24,7 +24,8 @@ def test_the_introduction_has_the_sizes_of_the_run(hardware, per_worker, num_mic
     train = dataclasses.replace(config.train, max_steps=2000, grad_accum_steps=num_microbatches)
     config = with_vocab_size(dataclasses.replace(config, train=train), 257)
     out = io.StringIO()
-    introduce(config, data, parse_hardware(hardware), RunFolder(tmp_path / "run"), None, Console(file=out, width=80))
+    folder, console = RunFolder(tmp_path / "run"), Console(file=out, width=80)
+    introduce(config, data, parse_hardware(hardware), folder, None, None, console)
     assert out.getvalue().splitlines() == [
         "model     834,432 parameters: 4 layers of width 128",
         "data      90,001 tokens to train on, 10,000 to validate on (bytes)",
@@ -46,7 +47,9 @@ def test_the_introduction_of_a_stream_that_continues(tmp_path):
     folder, out = RunFolder(tmp_path / "a [run]"), io.StringIO()
     with Checkpoints(folder.checkpoints) as checkpoints:
         checkpoints.save(3, {"params": {"bias": jnp.zeros(2)}}, metadata={})
-    introduce(config, data, parse_hardware("cpu:2-9"), folder, None, Console(file=out, width=20))
+    of_log = dataclasses.replace(train, log_every=3, checkpoints_to_keep=5)
+    before = dataclasses.replace(config, train=of_log, hardware="local")
+    introduce(config, data, parse_hardware("cpu:2-9"), folder, None, before, Console(file=out, width=20))
     assert out.getvalue().splitlines() == [
         "model     834,432 parameters: 4 layers of width 128",
         "data      a growing number of tokens to train on, 10,000 to validate on (bytes)",
@@ -54,5 +57,8 @@ def test_the_introduction_of_a_stream_that_continues(tmp_path):
         "length    7 steps: 8,064 tokens",
         f"hardware  {parse_hardware('cpu:2-9')}",
         f"run folder: {folder.path}",
-        "the run continues from its newest undamaged checkpoint",
+        "the run continues from its newest checkpoint",
+        "changed since the last start: hardware 'local' -> 'auto', train.log_every 3 -> 25, "
+        "train.checkpoints_to_keep 5 -> 2",
+        "the next save keeps the newest 2 checkpoints, and deletes the older ones",
     ]

@@ -272,6 +272,12 @@ def test_jax_takes_nine_tenths_of_a_gpu_unless_the_user_says_otherwise(monkeypat
     assert worker_environment(gpu(2))["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
     assert worker_environment(gpu(2))["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+    with monkeypatch.context() as newer:  # jax rejects both names together
+        newer.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+        newer.setenv("XLA_CLIENT_MEM_FRACTION", ".7")
+        found = worker_environment(gpu(2))
+        assert found["XLA_CLIENT_MEM_FRACTION"] == "0.7"
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found
     for wrong in ("half", "0", "1.5", "nan"):
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", wrong)
         with pytest.raises(LaunchError, match="XLA_PYTHON_CLIENT_MEM_FRACTION must be a number above 0 and at most 1"):

@@ -32,7 +32,8 @@ _FORMS = (
     "tpu:TYPE:TOPOLOGY, tpu:TYPE:TOPOLOGY:SLICES or local, where WORKERS or SLICES may be a range such as 1-4 (elastic)"
 )
 
-GPU_MEMORY_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# The newer name comes first. jax rejects the two together.
+_GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # jax's default of 0.75 leaves a quarter unused. The rest is for CUDA's context and NCCL. NVIDIA's guide to jax on GPUs
 # takes 0.8 to 0.9.
 _GPU_MEMORY_SHARE = 0.9
@@ -253,13 +254,20 @@ def _check_count(name: str, number: int, at_least: int = 1) -> int:
     return check_number(name, number, at_least=at_least, at_most=MAX_COUNT)
 
 
+def gpu_memory_variable() -> str:
+    """Return the name of the variable of this share: the one that is set here, or else the older one."""
+    newer, older = _GPU_MEMORY_VARIABLES
+    return newer if newer in os.environ else older
+
+
 def gpu_memory_share() -> float:
-    """Return the share of a GPU's memory that jax takes in a worker: 0.9, or that of `XLA_PYTHON_CLIENT_MEM_FRACTION`.
+    """Return the share of a GPU's memory that jax takes in a worker: 0.9, or that of `gpu_memory_variable()`.
 
     Raises:
         LaunchError: the variable is no number above 0 and at most 1.
     """
-    given = os.environ.get(GPU_MEMORY_VARIABLE)
+    name = gpu_memory_variable()
+    given = os.environ.get(name)
     if given is None:
         return _GPU_MEMORY_SHARE
     try:
@@ -267,7 +275,7 @@ def gpu_memory_share() -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise LaunchError(f"{GPU_MEMORY_VARIABLE} must be a number above 0 and at most 1, got {given!r}. Correct it.")
+        raise LaunchError(f"{name} must be a number above 0 and at most 1, got {given!r}. Correct it.")
     return share
 
 

@@ -150,7 +150,8 @@ def train(config: PretrainConfig, *, console: Console | None = None, began_s: fl
         write_description(folder, run.description)
         folder.delete_result()  # that of a run that is extended
         folder.push()
-        introduce(run.config, run.data, run.hardware, folder, origin, console)
+        before = None if stored is None else stored.config
+        introduce(run.config, run.data, run.hardware, folder, origin, before, console)
         stack.enter_context(verified_data(run.data, config.verify_data, console, stop=ray_jax_launch.request_stop))
         view = _view(read_recent(folder, run.description), run.hardware, tokenizing, began_s)
         try:

@@ -33,7 +33,8 @@ def check_length(config: PretrainConfig, stored: PretrainConfig, num_steps_done:
         return
     if now < num_steps_done:
         raise UsageError(
-            f"train.max_steps must be at least {num_steps_done}, the step of the newest checkpoint, got {now}."
+            f"train.max_steps must be at least {num_steps_done}, the step of the newest checkpoint, got {now}. Give "
+            "another --name for a shorter run."
         )
     same_rates = min(of.optimizer.num_steps_before_decay(of.train.max_steps) for of in (stored, config))
     if num_steps_done > same_rates and not config.extend:
@@ -44,6 +45,7 @@ def check_length(config: PretrainConfig, stored: PretrainConfig, num_steps_done:
         }[schedule]
         raise UsageError(
             f"train.max_steps must be {before}, its value at the start of the run, got {now}: {cause}, and the run is "
-            f"at step {num_steps_done:,}. Give --extend to continue at the rate of the new length; a run of the "
-            "schedule constant, or of wsd before its decay, continues without a change of its rate."
+            f"at step {num_steps_done:,}. Give --extend to continue at the rate of the new length. A run of the "
+            "schedule constant continues without a change of its rate, and so does one of wsd before its decay: fork "
+            "it there by --from RUN@STEP and another --name."
         )

@@ -1,11 +1,15 @@
 """The introduction of a run: model, data, length and hardware."""
 
+import math
+
 from rich.console import Console
 
 from nnx_gpt2 import num_params
 from owt_data import GrowingTokens, TokenData
 from pretrain._config import PretrainConfig
+from pretrain._errors import shown
 from pretrain._run.description import Origin
+from pretrain._run.differences import option_values
 from pretrain._run.folder import RunFolder
 from pretrain._screen.printing import print_facts, print_line
 from ray_jax_launch import Hardware, latest_step
@@ -17,6 +21,7 @@ def introduce(
     hardware: Hardware,
     folder: RunFolder,
     origin: Origin | None,
+    before: PretrainConfig | None,
     console: Console,
 ) -> None:
     """Print the size of the model, the data, and the length of a run.
@@ -27,6 +32,7 @@ def introduce(
         hardware: the devices.
         folder: the run's folder.
         origin: the checkpoint or the weights that the run starts from, or None.
+        before: the configuration of the last start; None for a new run.
         console: the output.
     """
     model = config.model
@@ -59,4 +65,19 @@ def introduce(
     )
     print_line(console, f"run folder: {folder}")
     if latest_step(folder.checkpoints) is not None:  # the workers verify it, and tell its step
-        print_line(console, "the run continues from its newest undamaged checkpoint")
+        print_line(console, "the run continues from its newest checkpoint")
+        if before is not None:
+            _show_changes(before, config, console)
+
+
+def _show_changes(before: PretrainConfig, config: PretrainConfig, console: Console) -> None:
+    """Print the options that are others than at the last start, and whether checkpoints go."""
+    old, new = option_values(before), option_values(config)
+    changed = [
+        f"{name} {shown(old[name])} -> {shown(new[name])}" for name in new if new[name] != old[name] and name != "name"
+    ]
+    if changed:
+        print_line(console, f"changed since the last start: {', '.join(changed)}")
+    kept = config.train.checkpoints_to_keep
+    if kept is not None and kept < (before.train.checkpoints_to_keep or math.inf):
+        print_line(console, f"the next save keeps the newest {kept} checkpoints, and deletes the older ones")

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_launch._cluster import is_started_here
 from ray_jax_launch._errors import LaunchError, shown
-from ray_jax_launch._hardware import GPU_MEMORY_VARIABLE, Hardware, check_hardware, gpu_memory_share
+from ray_jax_launch._hardware import Hardware, check_hardware, gpu_memory_share, gpu_memory_variable
 from ray_jax_launch._numbers import check_flag, check_number
 from ray_jax_launch._ray_internals.ray_train import JaxBackend, WorkerGroupStartupFailedError
 
@@ -204,7 +204,7 @@ def worker_environment(hardware: Hardware) -> dict[str, str]:
         }
     if hardware.kind == "tpu":
         return {"JAX_PLATFORMS": "tpu"}
-    environment = {"JAX_PLATFORMS": "cuda", GPU_MEMORY_VARIABLE: str(gpu_memory_share())}
+    environment = {"JAX_PLATFORMS": "cuda", gpu_memory_variable(): str(gpu_memory_share())}
     if is_started_here() and "NCCL_SOCKET_IFNAME" not in os.environ and sys.platform == "linux":
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL's own choice is an interface to other machines
     # jax has its own CUDA libraries. It would load others first.
