@@ -125,6 +125,8 @@ def test_without_the_garbage_the_step_is_no_spike(trained, blamed, blame):
     assert (len(compared["losses"]), len(compared["losses_without"])) == (5, 5)
     assert compared["losses_without"][0] < compared["losses"][0] - 0.5
     assert compared["score_without"] < THRESHOLD < found["score"]
+    before = read_step_losses(trained[0] / "runs/run/step_losses.f32")[: step - 1].tolist()
+    assert compared["score_without"] == spike_scores([*before, compared["losses_without"][0]])[-1]
 
 
 @pytest.mark.slow

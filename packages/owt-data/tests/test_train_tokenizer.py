@@ -62,6 +62,15 @@ def test_it_is_the_same_file_for_any_number_of_threads_and_form_of_the_text(text
     assert stages[-1].num_bytes == sum(len(one.encode()) for one in TEXTS)
 
 
+def test_rows_after_the_limit_are_not_read(text, tmp_path):
+    (tmp_path / "first.jsonl").write_text("".join(text.read_text().splitlines(keepends=True)[:25]))
+    files = [
+        train_tokenizer(str(path), tmp_path / f"{number}.json", vocab_size=400, limit_rows=limit).read_bytes()
+        for number, (path, limit) in enumerate([(text, 25), (tmp_path / "first.jsonl", None), (text, None)])
+    ]
+    assert files[0] == files[1] != files[2]
+
+
 def test_it_gives_back_every_text_and_has_fewer_tokens(trained):
     tokenizer = load_tokenizer(trained)
     assert (tokenizer.n_vocab, tokenizer.eot_token) == (700, 699)
