@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pretrain import PRESETS, PretrainConfig, main
 from pretrain._command_line.arguments import build_command
 from pretrain._command_line.command_classes import SweepCommand
 from pretrain._command_line.config_file import to_arguments
-from pretrain._commands.sweep import SweptRun, _is_finished, _with_any_seed, plan_sweep
+from pretrain._commands.sweep import SweptRun, _cluster, _is_finished, _with_any_seed, plan_sweep
 from pretrain._errors import UsageError
 from pretrain._formats import loss
 from pretrain._run.folder import RunFolder
@@ -283,6 +284,29 @@ def test_a_run_of_the_same_name_on_other_data_is_not_finished(undisturbed, monke
     for data, is_finished in (("book.txt", True), ("other/book.txt", False)):
         runs = plan_sweep(configs(f"{LONG} {GRID}".replace("book.txt", data)), [(), ()])
         assert [(run.name in undisturbed[1], _is_finished(run)) for run in runs] == [(True, is_finished)] * 2
+
+
+@pytest.mark.parametrize(
+    ("hardware", "address", "num_cpus"),
+    [
+        ("auto", None, 1),
+        ("cpu:2", None, 6),
+        ("cpu:2+1", None, 9),
+        ("cpu:2", "10.0.0.1:6379", None),
+        ("local", None, None),
+    ],
+)
+def test_one_cluster_has_room_for_all_runs_at_once(monkeypatch, hardware, address, num_cpus):
+    """Three runs, or one that takes the best hardware. Each has its workers, and a CPU for the data of eight."""
+    connected, console = [], Console(quiet=True)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("ray_jax_launch.connect", lambda hardware, **options: connected.append(hardware.num_workers))
+    monkeypatch.setattr("ray_jax_launch.joining_variables", lambda: {"RAY_ADDRESS": "here"})
+    config = config_of([*TINY.replace("--hardware local", f"--hardware {hardware}").split()])
+    variables = _cluster(config, 1 if hardware == "auto" else 3, console)
+    assert (connected, variables) == (([], {}) if num_cpus is None else ([num_cpus], {"RAY_ADDRESS": "here"}))
 
 
 def test_the_pattern_of_a_run_stands_for_its_seeds_alone():
