@@ -288,13 +288,7 @@ def test_a_run_of_the_same_name_on_other_data_is_not_finished(undisturbed, monke
 
 @pytest.mark.parametrize(
     ("hardware", "address", "num_cpus"),
-    [
-        ("auto", None, 1),
-        ("cpu:2", None, 6),
-        ("cpu:2+1", None, 9),
-        ("cpu:2", "10.0.0.1:6379", None),
-        ("local", None, None),
-    ],
+    [("auto", None, 2), ("cpu:2", None, 9), ("cpu:9", None, 33), ("cpu:2", "10.0.0.1:1", None), ("local", None, None)],
 )
 def test_one_cluster_has_room_for_all_runs_at_once(monkeypatch, hardware, address, num_cpus):
     """Three runs, or one that takes the best hardware. Each has its workers, and a CPU for the data of eight."""
