@@ -72,7 +72,7 @@ RANGES = ((0, 1), (1, 2), (2, 9), (9, 9), (9, 200), (300, 411), (411, 412), (500
 def test_the_windows_of_ranges_are_all_that_read_them(
     order, number, seq_len, stop_index, seed, positions, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("owt_data._tokens.window_search._BLOCK", 300)  # some searches take several blocks
+    monkeypatch.setattr("owt_data._tokens.window_search._BLOCK", 1000)  # some searches take several blocks
     tokens = next(itertools.islice(sequences(positions, tmp_path), number, None))
     if number == 2 and order == "sequential":
         pytest.skip("a mixture has no such order")
