@@ -173,15 +173,13 @@ def test_scores_on_own_tasks_are_those_of_a_direct_computation(exported, model, 
 
 
 def test_each_option_of_a_task_changes_the_text_that_is_written(model):
-    pytest.importorskip("lm_eval", reason="needs the extra eval")
-    from lm_eval.api.instance import Instance
-
+    instance = pytest.importorskip("lm_eval.api.instance", reason="needs the extra eval")
     from pretrain._judge.language_model import LanguageModel
 
     language_model = LanguageModel(model, load_tokenizer("bytes"), batch_size=2, console=Console(quiet=True))
 
     def write(**options):
-        requests = [Instance("generate_until", {}, ("A cat", {"max_gen_toks": 16, **options}), 0)]
+        requests = [instance.Instance("generate_until", {}, ("A cat", {"max_gen_toks": 16, **options}), 0)]
         return language_model.generate_until(requests)[0]
 
     drawing = {"do_sample": True, "temperature": 3.0}
@@ -203,9 +201,9 @@ def test_a_request_loses_its_beginning_and_no_more(model, log_probs, context, co
     from pretrain._judge.language_model import LanguageModel
 
     language_model = LanguageModel(model, load_tokenizer("bytes"), batch_size=2, console=Console(quiet=True))
-    tokens = [encoded(context) or [END], encoded(continuation)]
-    ((found, _),) = language_model._loglikelihood_tokens([(("", ""), *tokens)])
-    seen = [*tokens[0], *tokens[1]][-33:]
+    before, after = encoded(context) or [END], encoded(continuation)
+    ((found, _),) = language_model._loglikelihood_tokens([(("", ""), before, after)])
+    seen = [*before, *after][-33:]
     expected = log_probs(seen)[0][-min(len(continuation), 32) :] if continuation else np.zeros(1)
     assert found == pytest.approx(expected.sum(), abs=1e-4)
 
