@@ -125,6 +125,8 @@ def test_without_the_garbage_the_step_is_no_spike(trained, blamed, blame):
     assert (len(compared["losses"]), len(compared["losses_without"])) == (5, 5)
     assert compared["losses_without"][0] < compared["losses"][0] - 0.5
     assert compared["score_without"] < THRESHOLD < found["score"]
+    before = read_step_losses(trained[0] / "runs/run/step_losses.f32")[: step - 1].tolist()
+    assert compared["score_without"] == spike_scores([*before, compared["losses_without"][0]])[-1]
 
 
 @pytest.mark.slow
@@ -144,13 +146,15 @@ def test_tables_show_the_text_of_the_documents_and_both_curves(trained, blamed, 
 
 
 def test_the_steps_with_all_windows_are_those_of_the_run_to_its_end(trained, blame):
-    found = json.loads(blame("--step", "3", "--without", "w0", "--steps", "400", "--json"))
+    """Step 50 is the last one with too few losses before it for a score."""
+    found = json.loads(blame("--step", "50", "--without", "w0", "--steps", "400", "--json"))
     assert found["checkpoint"] is None  # the random parameters of the start
     assert found["largest_difference"] == 0.0
     compared = found["comparison"]
-    assert len(compared["losses"]) == STEPS - 2  # to the last step
+    assert (found["score"], compared["score_without"]) == (None, None)
+    assert len(compared["losses"]) == STEPS - 49  # to the last step
     recorded = read_step_losses(trained[0] / "runs/run/step_losses.f32")
-    assert compared["losses"] == recorded[2:].tolist()
+    assert compared["losses"] == recorded[49:].tolist()
     assert compared["losses_without"] != compared["losses"]
 
 

@@ -1,7 +1,13 @@
 """The digests of checkpoints: they are those of the arrays, and equal for equal runs."""
 
+import dataclasses
+
 import pytest
 from many_runs import results
+
+from pretrain import PRESETS
+from pretrain._run.checkpoint_digests import description_digests
+from pretrain._run.description import DataDescription, describe
 
 SCRIPT = """
 from nnx_gpt2 import root_digest, tensor_digests
@@ -58,3 +64,26 @@ def test_records_tell_which_windows_a_step_read(found):
     assert whole["0"] is None
     assert len({*whole.values()}) == 14
     assert not {*whole.values()} & {*other.values()} - {None}
+
+
+DATA = DataDescription(tokens="a", tokenizer="gpt2", fingerprint={"train.bin": "1"})
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "changed"),
+    [
+        ({"fingerprint": {"train.bin": "2"}}, {}, {"data"}),
+        ({"tokenizer": "bytes"}, {}, {"data"}),
+        ({"window_order_version": 99}, {}, {"data"}),
+        ({"tokens": "another/place"}, {"data": "b.txt", "prepare.val_fraction": 0.3}, set()),
+        ({}, {"seed": 5}, {"config"}),
+        ({}, {"model.vocab_size": 300}, {"config"}),
+        ({}, {"train.log_every": 3, "name": "other", "mesh.fsdp": 2}, set()),
+    ],
+    ids=str,
+)
+def test_the_digests_of_a_run_are_those_of_what_decides_its_result(data, options, changed):
+    config = PRESETS["quickstart"]()
+    before = description_digests(describe(config, DATA, "local"))
+    other = describe(config.with_options(options), dataclasses.replace(DATA, **data), "cpu:1")
+    assert {name for name, digest in description_digests(other).items() if digest != before[name]} == changed

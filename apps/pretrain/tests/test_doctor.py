@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from pretrain import main
-from pretrain._doctor import accelerators, downloads
+from pretrain._doctor import accelerators, downloads, machine_limits
 from pretrain._doctor.accelerators import check_driver, check_jax
 from pretrain._doctor.child import ChildError, call_in_child, run_program
 from pretrain._doctor.disks import check_storage
@@ -164,6 +164,18 @@ def test_a_disk_that_is_slow_or_small_is_marked(tmp_path, monkeypatch):
     monkeypatch.setattr("pretrain._doctor.disks._ENOUGH_BYTES", 1e18)
     storage, disk, clock = check_storage(str(tmp_path))
     assert (storage.state, disk.state, clock.state) == ("warn", "warn", "ok")
+
+
+@pytest.mark.parametrize(("write_s", "read_s", "state"), [(10.0, 0.5, "warn"), (0.5, 10.0, "ok")])
+def test_the_speed_of_a_folder_is_that_of_its_file_and_slow_writes_are_marked(
+    tmp_path, monkeypatch, write_s, read_s, state
+):
+    found = {"error": "", "bytes": 10**8, "write_s": write_s, "read_s": read_s, "clock_s": 0.0}
+    monkeypatch.setattr("pretrain._doctor.disks.call_in_child", lambda *arguments, **options: found)
+    storage = check_storage(str(tmp_path))[0]
+    speeds = {0.5: "200.00 MB/s", 10.0: "10.00 MB/s"}
+    assert storage.found.endswith(f"deleted: write {speeds[write_s]}, read {speeds[read_s]}")
+    assert storage.state == state
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
@@ -328,6 +340,15 @@ def test_a_small_shared_memory(isolated):
         assert seen[0] == state
         assert seen[1].startswith(found)
         assert state == "ok" or "--shm-size=" in seen[2]
+
+
+@pytest.mark.parametrize(("limit", "share"), [("1073741824\n", 1), ("max\n", None), (None, None)])
+def test_a_container_has_the_memory_of_its_limit(limit, share, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_limits, "_CONTAINER_LIMIT", tmp_path / "memory.max")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+    of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert machine_limits._memory_bytes() == (share * 2**30 if share else of_machine)
 
 
 @pytest.mark.parametrize(("limit", "state"), [(200, "fail"), (1000, "warn"), (4096, "ok")])

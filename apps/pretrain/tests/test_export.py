@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import signal
@@ -73,6 +74,22 @@ def run(tmp_path_factory):
             checkpoints.save(step, items, metadata={RUN: description.to_json(), DIGESTS: digests})
             states[step] = SimpleNamespace(average=state.params, last=last, digests=digests)
     return SimpleNamespace(folder=folder, name=str(folder), config=config, description=description, states=states)
+
+
+def test_a_folder_gets_its_name_when_its_files_are_on_the_disk(tmp_path, monkeypatch):
+    synced, sync, out = [], os.fsync, tmp_path / "out"
+
+    def note(file):
+        synced.append((os.fstat(file).st_ino, out.exists()))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with new_folder(out) as folder:
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text(name)
+    inodes = [path.stat().st_ino for path in (*sorted(out.iterdir()), out)]
+    assert sorted(synced[:-1]) == sorted((inode, False) for inode in inodes)
+    assert synced[-1] == (tmp_path.stat().st_ino, True)
 
 
 def digest(params):

@@ -23,7 +23,7 @@ from pretrain._judge.published import published_figures
 from pretrain._judge.row_batches import Row, batches
 from pretrain._judge.scorer import Scorer
 from pretrain._judge.task_table import show_scores
-from pretrain._judge.tasks import MetricScore, TaskScores
+from pretrain._judge.tasks import MetricScore, TaskScores, _scores
 
 END = 256
 CONFIG = GPT2Config(vocab_size=300, seq_len=32, num_layers=1, num_heads=2, embed_dim=16)
@@ -170,6 +170,56 @@ def test_scores_on_own_tasks_are_those_of_a_direct_computation(exported, model, 
     assert main(["eval", str(exported), "--tasks", str(tmp_path / "own" / "own_choice.yaml")]) == 2
     sentence = capsys.readouterr().err.splitlines()[-1]
     assert sentence.startswith("error: --tasks must name tasks whose files and data can be read, got ")
+
+
+def test_each_option_of_a_task_changes_the_text_that_is_written(model):
+    instance = pytest.importorskip("lm_eval.api.instance", reason="needs the extra eval")
+    from pretrain._judge.language_model import LanguageModel
+
+    language_model = LanguageModel(model, load_tokenizer("bytes"), batch_size=2, console=Console(quiet=True))
+
+    def write(**options):
+        requests = [instance.Instance("generate_until", {}, ("A cat", {"max_gen_toks": 16, **options}), 0)]
+        return language_model.generate_until(requests)[0]
+
+    drawing = {"do_sample": True, "temperature": 3.0}
+    greedy, drawn = write(), write(**drawing)
+    assert greedy != drawn
+    for options in ({"top_p": 1e-6}, {"top_k": 1}, {"do_sample": False}, {"temperature": 0.0}):
+        assert write(**drawing | options) == greedy
+    assert len(write(max_gen_toks=4)) <= 4 < len(greedy)
+    _, early, late, *_ = dict.fromkeys(drawn)
+    for stops in ([early, late], [late, early], early):  # the first one in the text counts
+        assert write(**drawing, until=stops) == drawn[: drawn.index(early)]
+    assert write(**drawing, until=late) == drawn[: drawn.index(late)]
+
+
+@pytest.mark.parametrize("continuation", [" the end", "", " and the whole of an answer longer than the context"])
+@pytest.mark.parametrize("context", ["", "a", "a question that is longer than the context of the model"])
+def test_a_request_loses_its_beginning_and_no_more(model, log_probs, context, continuation):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    from pretrain._judge.language_model import LanguageModel
+
+    language_model = LanguageModel(model, load_tokenizer("bytes"), batch_size=2, console=Console(quiet=True))
+    before, after = encoded(context) or [END], encoded(continuation)
+    ((found, _),) = language_model._loglikelihood_tokens([(("", ""), before, after)])
+    seen = [*before, *after][-33:]
+    expected = log_probs(seen)[0][-min(len(continuation), 32) :] if continuation else np.zeros(1)
+    assert found == pytest.approx(expected.sum(), abs=1e-4)
+
+
+def test_a_metric_has_the_error_of_its_filter():
+    values = {
+        "alias": "own", "exact_match,strict": 0.5, "exact_match_stderr,strict": 0.125, "exact_match,loose": 0.75,
+        "exact_match_stderr,loose": 0.25, "acc,none": 0.25, "acc_stderr,none": 0.0625,
+        "f1,none": 1, "f1_stderr,none": "N/A",
+    }  # fmt: skip
+    results = {"n-samples": {"own": {"original": 9, "effective": 4}}, "versions": {"own": 1.0}, "n-shot": {"own": 2}}
+    found = _scores("own", values, results)
+    assert [(one.metric, one.value, one.stderr) for one in found.metrics] == [
+        ("exact_match,strict", 0.5, 0.125), ("exact_match,loose", 0.75, 0.25), ("acc", 0.25, 0.0625), ("f1", 1.0, None),
+    ]  # fmt: skip
+    assert (found.num_documents, found.num_examples, found.version) == (4, 2, "1.0")
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,18 @@ def test_other_cpu_workers_of_a_run_with_shards_are_no_cause(copied, num_shards,
     assert len(_causes(run, find_segment(run, None, None), here)) == num_causes
 
 
+@pytest.mark.parametrize(("first", "stop", "workers"), [(8, 12, [2]), (4, 8, [4]), (4, 12, [4, 2]), (12, 13, [3])])
+def test_the_starts_that_computed_the_steps_are_the_causes(copied, first, stop, workers):
+    """Two starts begin at a checkpoint: the start before has computed no later step."""
+    run = read_run(str(copied("whole")))
+    places = ((0, 4), (8, 2), (12, 3))
+    starts = [{"step": step, "workers": number, "devices": 8, "device": "cpu"} for step, number in places]
+    here = RecomputedSteps(losses=[], records={}, digests={}, workers=1, devices=1, device="cpu", processor="Z80")
+    causes = _causes(dataclasses.replace(run, starts=starts), find_segment(run, first, stop), here)
+    named = [cause.removeprefix("The run was computed on ")[:9] for cause in causes]
+    assert named == [f"{number} workers" for number in workers]
+
+
 def test_other_devices_than_those_of_the_run_are_named(facts, copied):
     path = copied("whole") / "starts.jsonl"
     start = json.loads(path.read_text().splitlines()[0])

@@ -1,12 +1,18 @@
 """Scores of checkpoints on tasks while a run trains: those of `eval`, each once, also after a kill."""
 
+import dataclasses
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from many_runs import environment, results
 from own_tasks import documents, write_tasks
+
+from pretrain import PRESETS
+from pretrain._run.folder import RunFolder
+from pretrain._training.task_scores import TaskScores
 
 SCRIPT = """
 scored = changed(
@@ -28,6 +34,32 @@ train(lost)
 result = json.loads(Path("runs/lost/result.json").read_text())
 found["lost"] = [Path("runs/lost/scores.jsonl").exists(), result["steps"]]
 """
+
+
+def waiting_scores(folder, *, saved, start, scored):
+    """The scores of a start, with checkpoints that are no more than their names."""
+    for step in saved:
+        (folder / "checkpoints" / str(step)).mkdir(parents=True)
+    changes: dict[str, Any] = {"max_steps": 13, "checkpoint_every": 4, "eval_tasks_every": 4, "eval_tasks": ("piqa",)}
+    train = dataclasses.replace(PRESETS["quickstart"]().train, **changes)
+    return TaskScores(RunFolder(folder), train, start=start, scored=scored)
+
+
+@pytest.mark.parametrize(("start", "held"), [(8, [8]), (13, [8, 12, 13]), (7, [])])
+def test_a_start_scores_the_checkpoints_up_to_its_step_that_have_no_scores(tmp_path, start, held):
+    scores = waiting_scores(tmp_path, saved=(4, 6, 8, 12, 13), start=start, scored=[4])
+    assert (scores.held, scores.is_idle) == (held, True)
+
+
+def test_a_later_checkpoint_takes_the_place_of_one_that_waits_and_the_log_names_that_one(tmp_path, caplog):
+    scores = waiting_scores(tmp_path, saved=(), start=0, scored=[])
+    for step, held in ((4, [4]), (5, [4]), (8, [8]), (8, [8]), (9, [8])):
+        assert scores.poll(step) == []
+        assert scores.held == held
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the checkpoint of step 4 is not scored on tasks: ")
+    assert scores.poll(9, is_last=True) == []  # such as a run that has stalled
+    assert scores.held == [9]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -225,6 +226,28 @@ def test_the_screen_tells_past_from_future(corpora, make_run, capsys):
     assert capsys.readouterr().out == "0 documents of 81 have this text\n"
 
 
+def steps_of(text):
+    """The steps in a line of the screen, such as 1 to 3, 7."""
+    ranges = [(int(one), int(last or one)) for one, last in re.findall(r"(\d+)(?: to (\d+))?(?=,|;|$)", text)]
+    return {step for first, last in ranges for step in range(first, last + 1)}
+
+
+def test_the_screen_has_the_steps_of_the_document_and_those_of_the_match(corpora, make_run, shown, capsys):
+    _, _, data = make_run(corpora["folder"])
+    documents = open_documents(data)
+    longest = int(np.argmax(np.diff(np.array(documents.ranges(np.arange(len(documents)))), axis=0)))
+    text = read_text(documents, longest)[:9]
+    (match,) = shown("--find", text)["documents"]
+    of_document, of_match = ({read["step"] for read in match[name]} for name in ("reads", "match_reads"))
+    assert of_match < of_document
+    assert main(["data", "run", "--find", text, "--full"]) == 0
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"  tokens {match['start']:,} to {match['stop'] - 1:,}: ")
+    assert steps_of(first.partition(": ")[2]) == of_document
+    assert second.startswith(f"  the first time at {match['match_position']:,}: ")
+    assert steps_of(second.partition(": ")[2]) == of_match
+
+
 def test_a_fork_has_the_steps_after_its_checkpoint(corpora, make_run, shown, rejected):
     origin = Origin(place="/elsewhere/parent", step=20, tokenizer="bytes", weights_only=False)
     make_run(corpora["folder"], origin=origin)
@@ -234,6 +257,8 @@ def test_a_fork_has_the_steps_after_its_checkpoint(corpora, make_run, shown, rej
     reads = shown("--document", "3")["reads"]
     assert reads
     assert min(read["step"] for read in reads) > 20
+    first = shown("--step", "21")["windows"][0]["documents"][0]["id"]
+    assert 21 in {read["step"] for read in shown("--document", str(first))["reads"]}
 
 
 @pytest.fixture

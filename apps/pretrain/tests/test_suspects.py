@@ -78,6 +78,18 @@ def test_a_prediction_counts_for_the_document_of_its_target():
     assert {suspect.text for suspect in by_gradient} == {""}
 
 
+def test_a_window_that_predicts_no_token_of_a_document_is_none_of_its_windows():
+    """The first window has the last token of document 5, as the context of the next one."""
+    ids = np.array([[5, 7, 7, 7, 7], [5, 5, 9, 9, 9], [2, 2, 2, 2, 2]])
+    ranked = rank_documents(FOUND, WINDOWS, ids, PLACES, load_tokenizer("bytes"), "loss")
+    assert {one.id: (one.rows, one.num_tokens, one.text) for one in ranked} == {
+        "d7": ([0], 4, "bcd"),
+        "d5": ([1], 1, "ef"),
+        "d9": ([1], 3, "gh"),
+        "d2": ([2], 4, "ijklm"),
+    }
+
+
 def test_a_few_tokens_of_a_high_loss_come_after_many_with_a_lower_one():
     losses = [[9, 1, 1, 1], [6, 6, 6, 6], [0, 0, 0, 0]]
     ids = np.array([[5, 7, 5, 5, 5], [2, 2, 2, 2, 2], [9, 9, 9, 9, 9]])

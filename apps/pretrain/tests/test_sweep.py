@@ -1,6 +1,7 @@
 """The command `sweep`: its grid, and the runs that it trains."""
 
 import contextlib
+import fnmatch
 import json
 import os
 import shlex
@@ -11,12 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pretrain import PRESETS, PretrainConfig, main
 from pretrain._command_line.arguments import build_command
 from pretrain._command_line.command_classes import SweepCommand
 from pretrain._command_line.config_file import to_arguments
+from pretrain._commands.sweep import SweptRun, _cluster, _is_finished, _with_any_seed, plan_sweep
 from pretrain._errors import UsageError
+from pretrain._formats import loss
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_starts
 from pretrain._run.metrics import read_records
@@ -224,13 +228,16 @@ def test_a_dry_run_prints_the_commands_and_starts_nothing(place, capsys):
 
 # The runs
 
-LONG = f"{TINY} --train.max-steps 400 --train.log-every 20 --train.eval-every 100 --train.checkpoint-every 50"
+LONG = (
+    f"{TINY} --train.max-steps 400 --train.log-every 20 --train.eval-every 100 --train.checkpoint-every 50 "
+    "--train.eval-tokens 32"
+)
 GRID = "--grid optimizer.learning-rate=1e-3,2e-3"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, one_cache):
-    """The output of a sweep of two runs, and their losses."""
+    """The output of a sweep of two runs, their losses, the output of two further sweeps, and the folder."""
     place = tmp_path_factory.mktemp("undisturbed")
     (place / "book.txt").write_text("A short book, of some words. " * 400)
     with contextlib.chdir(place):
@@ -238,15 +245,20 @@ def undisturbed(tmp_path_factory, one_cache):
         again = swept(f"{LONG} {GRID}")
         shorter = swept(f"{LONG} {GRID}".replace("--train.max-steps 400", "--train.max-steps 300"))
     assert code == 0, lines
-    return lines, results(place), again, shorter
+    return lines, results(place), again, shorter, place
 
 
 def test_a_sweep_trains_plain_runs_and_shows_their_table(undisturbed):
-    lines, found, (code, again), _ = undisturbed
+    lines, found, (code, again), *_ = undisturbed
     names = [name("1e-3"), name("2e-3").replace("lr2e-3-", "")]  # 2e-3 is that of the preset
     assert sorted(found) == sorted(names)
     assert [line.partition(":")[0] for line in lines if ": started" in line] == names
-    assert sum("finished in" in line for line in lines) == 2
+    ends = [line.split(", ")[-1] for line in lines if "finished in" in line]
+    last = [found[one][-1] for one in names]
+    assert ends == [
+        f"validation loss {loss(one['full_val_loss'])} ({n} of 2 finished)" for n, one in enumerate(last, 1)
+    ]
+    assert all(loss(one["full_val_loss"]) != loss(one["val_loss"]) for one in last)
     head = next(line for line in lines if line.startswith("run "))
     assert head.split()[:5] == ["run", "state", "lr", "step", "loss"]
     table = [line.split() for line in lines[lines.index(head) + 1 :][:2]]
@@ -263,6 +275,44 @@ def test_a_run_that_was_extended_since_is_finished(undisturbed):
     code, lines = undisturbed[3]
     assert code == 0
     assert "2 runs, 2 of them finished" in lines
+
+
+def test_a_run_of_the_same_name_on_other_data_is_not_finished(undisturbed, monkeypatch):
+    monkeypatch.chdir(undisturbed[-1])
+    Path("other").mkdir()
+    Path("other/book.txt").write_text("Another book. " * 500)
+    for data, is_finished in (("book.txt", True), ("other/book.txt", False)):
+        runs = plan_sweep(configs(f"{LONG} {GRID}".replace("book.txt", data)), [(), ()])
+        assert [(run.name in undisturbed[1], _is_finished(run)) for run in runs] == [(True, is_finished)] * 2
+
+
+@pytest.mark.parametrize(
+    ("hardware", "address", "num_cpus"),
+    [("auto", None, 2), ("cpu:2", None, 9), ("cpu:9", None, 33), ("cpu:2", "10.0.0.1:1", None), ("local", None, None)],
+)
+def test_one_cluster_has_room_for_all_runs_at_once(monkeypatch, hardware, address, num_cpus):
+    """Three runs, or one that takes the best hardware. Each has its workers, and a CPU for the data of eight."""
+    connected, console = [], Console(quiet=True)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("ray_jax_launch.connect", lambda hardware, **options: connected.append(hardware.num_workers))
+    monkeypatch.setattr("ray_jax_launch.joining_variables", lambda: {"RAY_ADDRESS": "here"})
+    config = config_of([*TINY.replace("--hardware local", f"--hardware {hardware}").split()])
+    variables = _cluster(config, 1 if hardware == "auto" else 3, console)
+    assert (connected, variables) == (([], {}) if num_cpus is None else ([num_cpus], {"RAY_ADDRESS": "here"}))
+
+
+def test_the_pattern_of_a_run_stands_for_its_seeds_alone():
+    def run(line):
+        config = config_of([*TINY.split(), *line.split()])
+        return SweptRun(name=run_name(config), config=config, arguments=())
+
+    first, second, other = run("--seed 1"), run("--seed 2"), run("--train.mask-documents --seed 1")
+    assert other.name.startswith(first.name.removesuffix("seed1"))
+    pattern = _with_any_seed(first)
+    assert [fnmatch.fnmatchcase(one.name, pattern) for one in (first, second, other)] == [True, True, False]
+    assert _with_any_seed(run("")) == run("").name
 
 
 @pytest.mark.slow

@@ -67,6 +67,16 @@ def test_the_losses_of_sources_are_the_means_over_their_tokens(spans, batch_size
     assert found.losses.tolist() == of_windows.losses.tolist()
 
 
+@pytest.mark.parametrize("border", range(14, 27))
+def test_the_windows_of_a_source_have_its_targets_alone(border):
+    """The first token of a window is no target of it."""
+    spans = [("web", border), ("code", 100 - border)]
+    elsewhere = np.arange(100, 116)  # a part that has no window of the sources
+    found = ValidationSources(spans).more_windows(elsewhere, 12, 8)
+    names = names_of(spans)
+    assert found.tolist() == [one for one in range(12) if len({*names[8 * one + 1 : 8 * one + 9].tolist()}) == 1]
+
+
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 @pytest.mark.parametrize("num_tokens", [8, 97, 320])
 def test_a_part_has_windows_of_each_source_and_the_loss_of_before(spans, num_tokens, params, tokens):

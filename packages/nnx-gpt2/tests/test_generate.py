@@ -20,20 +20,21 @@ def model(tiny):
     return GPT2(tiny, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_is_the_likeliest_token_each_time_past_the_context_too(tiny, use_cache):
-    """Beyond 16 tokens the model sees the last 8 tokens, until it has 16 again."""
+@pytest.mark.parametrize(("context", "use_cache"), [(16, True), (16, False), (13, True)])
+def test_greedy_is_the_likeliest_token_each_time_past_the_context_too(tiny, context, use_cache):
+    """Beyond 16 tokens the model sees the last 8 tokens, until it has 16 again. Half of 13 is 6."""
+    tiny = dataclasses.replace(tiny, seq_len=context)
     params = create_train_state(tiny, optax.sgd(1.0), jax.random.key(0)).params
     # Larger than GPT-2's initial values, to make the likeliest token depend on all visible tokens.
     model = merge(tiny, jax.tree.map(lambda x: x + 0.5 * jax.random.normal(jax.random.key(x.size), x.shape), params))
     logits = jax.jit(model)
-    for prompt in ([*range(14)], [*range(20, 36)], [7]):
+    for prompt in ([*range(context - 2)], [*range(20, 20 + context)], [7]):
         text, start = list(prompt), 0
         for _ in range(30):
-            if len(text) - start > 16:
-                start = len(text) - 8
+            if len(text) - start > context:
+                start = len(text) - context // 2
             seen = text[start:]
-            padded = jnp.asarray([seen + [0] * (16 - len(seen))])
+            padded = jnp.asarray([seen + [0] * (context - len(seen))])
             text.append(int(logits(padded)[0, len(seen) - 1].argmax()))
         assert generate(model, [prompt], 30, temperature=0.0, use_cache=use_cache) == [text]
 

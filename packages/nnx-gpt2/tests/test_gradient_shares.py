@@ -110,6 +110,7 @@ def test_a_window_that_is_not_finite_has_no_share_and_does_not_hide_the_others(t
     assert np.isnan(found.shares[1]).all()
     assert np.isnan(found.norms[1])
     np.testing.assert_allclose(np.delete(found.shares, 1, axis=0), others.shares, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(found.norm, others.norm, rtol=1e-5)  # the mean of the windows that are finite
     nothing = gradient_shares(tiny, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params), WINDOWS)
     assert np.isnan(nothing.shares).all()
     assert nothing.norm == 0.0

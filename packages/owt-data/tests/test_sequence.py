@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from owt_data import DataError, TokenMixture, TokenSequence, TokenSpan
+from owt_data._tokens.layout import Layout
 
 WINDOWS = {"seq_len": 8, "order": "shuffle", "seed": 5}
 
@@ -56,6 +57,23 @@ def test_tokens_travel_between_processes(files):
     assert again == mixture
     indices = np.arange(100)
     np.testing.assert_array_equal(again.windows(indices, **WINDOWS), mixture.windows(indices, **WINDOWS))
+
+
+@pytest.mark.parametrize("widths", [("<u2", "<u4"), ("<u4", "<u2")])
+def test_tokens_of_two_widths_are_read_as_those_of_the_wider_one(widths, tmp_path):
+    """Ids above 65 535 stay, whichever comes first."""
+    parts, expected = [], []
+    for number, width in enumerate(widths):
+        expected.append(np.arange(100, dtype=width) + (200_000 if width == "<u4" else 0))
+        expected[-1].tofile(tmp_path / f"{number}.bin")
+        parts.append(TokenSpan(path=str(tmp_path / f"{number}.bin"), start=0, stop=100, layout=Layout(width)))
+    content = TokenSequence(tuple(parts)).read()
+    assert (content.dtype, content.tolist()) == (np.uint32, np.concatenate(expected).tolist())
+    windows = TokenMixture(tuple(TokenSequence((part,)) for part in parts), (1.0, 1.0)).windows(
+        np.arange(16), **WINDOWS
+    )
+    assert {*windows.ravel().tolist()} <= {*content.tolist()}
+    assert len({*(windows[:, 0] > 65_535).tolist()}) == 2
 
 
 @pytest.fixture

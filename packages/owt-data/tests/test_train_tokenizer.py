@@ -1,6 +1,7 @@
 """The training of a tokenizer: the same bytes for any number of threads and after kills, from every form of text."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from owt_data import (
     vocab_size,
 )
 from owt_data._cli import main
+from owt_data._prepare.train_tokenizer import _write
 
 RNG = np.random.default_rng(2)
 WORDS = ["".join(RNG.choice(list("abcdefghijklmnoßé語🙂"), RNG.integers(1, 9))) for _ in range(800)]
@@ -60,6 +62,24 @@ def test_it_is_the_same_file_for_any_number_of_threads_and_form_of_the_text(text
     assert stages[-1].stage == "merging"
     assert stages[-1].num_documents == len(TEXTS)
     assert stages[-1].num_bytes == sum(len(one.encode()) for one in TEXTS)
+
+
+def test_rows_after_the_limit_are_not_read(text, tmp_path):
+    (tmp_path / "first.jsonl").write_text("".join(text.read_text().splitlines(keepends=True)[:25]))
+    files = [
+        train_tokenizer(str(path), tmp_path / f"{number}.json", vocab_size=400, limit_rows=limit).read_bytes()
+        for number, (path, limit) in enumerate([(text, 25), (tmp_path / "first.jsonl", None), (text, None)])
+    ]
+    assert files[0] == files[1] != files[2]
+
+
+def test_the_file_is_on_the_disk_when_it_has_its_name(tmp_path, monkeypatch):
+    path, synced, sync = tmp_path / "new" / "tokenizer.json", [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append((os.fstat(file).st_ino, path.exists())), sync(file)))
+    _write(path, b"{}")
+    assert synced == [(path.stat().st_ino, False), (path.parent.stat().st_ino, True)]
+    _write(path, b"{}")
+    assert len(synced) == 2  # an equal file is left
 
 
 def test_it_gives_back_every_text_and_has_fewer_tokens(trained):

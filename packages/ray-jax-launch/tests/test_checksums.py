@@ -25,7 +25,7 @@ from ray_jax_launch import (
     latest_step,
     newest_metadata,
 )
-from ray_jax_launch._checkpoint.checksums import to_json
+from ray_jax_launch._checkpoint.checksums import share_of, to_json
 from ray_jax_launch._storage import open_uri
 
 TREE = {"w": jnp.arange(1000.0)}
@@ -39,6 +39,14 @@ def save_two(place):
         for step in (10, 20):
             checkpoints.save(step, {"params": TREE}, metadata={"step": step})
     return place
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 9, 64])
+def test_each_file_of_each_part_is_the_share_of_one_process(num_parts, num_ranks):
+    shares = [share_of((rank, num_ranks), num_parts) for rank in range(num_ranks)]
+    taken = [(part, file) for of_rank in shares for part, some in of_rank for file in range(70)[some]]
+    assert sorted(taken) == [(part, file) for part in range(num_parts) for file in range(70)]
 
 
 @pytest.fixture

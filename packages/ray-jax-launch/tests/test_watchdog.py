@@ -16,6 +16,8 @@ class Group:
         self.watchdog = Watchdog(timeout_s, lambda: self.now_s)
         self.handles = handles
         self.usual_s = 0.4
+        self.usual_of: dict[int, float] = {}
+        """Ranks whose usual time is another one."""
         self.every_s = 1
         self.group = "first"
         self.steps = [0] * len(handles)
@@ -36,7 +38,8 @@ class Group:
                 self.steps[rank] += rank in advancing
                 if rank in self.silent or ((int(self.now_s) - rank) % self.every_s and handle not in asked):
                     continue
-                beat = Beat(self.steps[rank], 500 + self.steps[rank], self.is_training[rank], self.usual_s)
+                usual_s = self.usual_of.get(rank, self.usual_s)
+                beat = Beat(self.steps[rank], 500 + self.steps[rank], self.is_training[rank], usual_s)
                 if self.watchdog.beat(self.group, len(self.handles), rank, beat, handle):
                     self.asked.append(rank)
                     in_debugger = rank in self.debugged
@@ -94,6 +97,16 @@ def test_the_limit_is_twenty_usual_steps_if_that_is_longer(silent, least_s):
     group.silent = silent
     assert group.live(least_s - 1) is None
     assert group.live(5) is not None
+
+
+def test_the_usual_time_is_that_of_the_slowest_worker():
+    group = Group()
+    group.usual_of = {1: 12.0}  # it has started again, and knows its first steps alone
+    group.live(30, advancing=(0, 1, 2))
+    group.silent = {0}
+    assert group.live(20 * 12 - 1) is None
+    assert group.live(5) is not None
+    assert "(usual: 12 s)" in group.watchdog.end_group()
 
 
 def test_steps_that_become_ten_times_slower_are_no_hang():
