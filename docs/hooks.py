@@ -36,6 +36,24 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return re.sub(r"(?<=\]\()\.\./[^)#\s]+", lambda match: repository_link(match[0], folder, config), markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep `--` and the word after it in one line, and break long sentences and commands in blocks of plain text."""
+    html = re.sub(r"(?<!</span>)<code>[^<]*</code>", keep_dashes, html)
+    return re.sub(r"<pre><span></span><code>[^<]*", wrap_lines, html)
+
+
+def keep_dashes(match: re.Match[str]) -> str:
+    """Return a piece of code in which a browser does not break an option after its dashes."""
+    return re.sub(r"--\w[\w.]*", r'<span style="white-space: nowrap">\g<0></span>', match[0])
+
+
+def wrap_lines(match: re.Match[str]) -> str:
+    """Return a block that breaks its lines if it has commands, or a line longer than any of our drawings and tables."""
+    lines = match[0].rpartition(">")[2].splitlines()
+    breaks = any(line.startswith("uv run ") or len(line) > 120 for line in lines)
+    return match[0].replace("<pre", '<pre style="white-space: pre-wrap"') if breaks else match[0]
+
+
 def module_table(package: str) -> str:
     """Return a table of the modules of a package, each with the first sentence of its docstring."""
     source = SOURCES[package]
@@ -61,11 +79,13 @@ def public_names(package: str) -> str:
 
 
 def help_page(command: list[str]) -> str:
-    """Return the help of a command, in a block of code."""
-    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+    """Return the help of a command as wide as a block of code on a laptop's screen, by the name that users type."""
+    environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
     page = subprocess.run(
         [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, check=True
     ).stdout
+    module = command[0]
+    page = page.replace(f"python -m {module}", module.replace("_", "-"))
     return f"```text\n{page.rstrip()}\n```"
 
 
