@@ -31,9 +31,31 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     markdown = re.sub(r"<!-- modules: ([\w-]+) -->", lambda match: module_table(match[1]), markdown)
     markdown = re.sub(r"<!-- names: ([\w-]+) -->", lambda match: public_names(match[1]), markdown)
     markdown = re.sub(r"<!-- help: (.+?) -->", lambda match: help_page(match[1].split()), markdown)
+    markdown = re.sub(r"<!-- table: (\S+) (.+?) -->", lambda match: readme_table(match[1], match[2]), markdown)
     markdown = re.sub(r"<!-- drawing: ([\w-]+) -->", lambda match: drawing(match[1]), markdown)
     folder = posixpath.dirname(page.file.src_uri)
     return re.sub(r"(?<=\]\()\.\./[^)#\s]+", lambda match: repository_link(match[0], folder, config), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep `--` and the word after it in one line, and break long sentences and commands in blocks of plain text."""
+    html = re.sub(r"(?<!</span>)<code>[^<]*</code>", keep_dashes, html)
+    return re.sub(r"<pre><span></span><code>[^<]*", wrap_lines, html)
+
+
+def keep_dashes(match: re.Match[str]) -> str:
+    """Return a piece of code in which a browser does not break an option after its dashes."""
+    return re.sub(r"--\w[\w.]*", r'<span style="white-space: nowrap">\g<0></span>', match[0])
+
+
+def wrap_lines(match: re.Match[str]) -> str:
+    """Return a block that breaks its lines if it has commands, or a line longer than any of our drawings and tables.
+
+    Commands with comments at their ends are a table.
+    """
+    text = match[0].rpartition(">")[2]
+    breaks = "  # " not in text and any(one.startswith("uv run ") or len(one) > 120 for one in text.splitlines())
+    return match[0].replace("<pre", '<pre style="white-space: pre-wrap"') if breaks else match[0]
 
 
 def module_table(package: str) -> str:
@@ -61,12 +83,20 @@ def public_names(package: str) -> str:
 
 
 def help_page(command: list[str]) -> str:
-    """Return the help of a command, in a block of code."""
-    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+    """Return the help of a command as wide as a block of code on a laptop's screen, by the name that users type."""
+    environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1"}
     page = subprocess.run(
         [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, check=True
     ).stdout
+    module = command[0]
+    page = page.replace(f"python -m {module}", module.replace("_", "-"))
     return f"```text\n{page.rstrip()}\n```"
+
+
+def readme_table(path: str, heading: str) -> str:
+    """Return the table below a heading of a README, which the site has no page of."""
+    section = (ROOT / path).read_text().split(f"\n## {heading}\n")[1].partition("\n## ")[0]
+    return "\n".join(line for line in section.splitlines() if line.startswith("|"))
 
 
 def drawing(name: str) -> str:
