@@ -81,10 +81,8 @@ def test_a_run_of_cosine_is_extended_on_request_at_the_rate_of_the_new_length(fo
 
 
 def test_a_run_is_not_shortened_to_less_than_it_has_done(found):
-    assert (
-        found["shorter"]
-        == "train.max_steps must be at least 19, the step of the newest checkpoint, got 7. Give another --name for a shorter run."
-    )
+    sentence = "train.max_steps must be at least 19, the step of the newest checkpoint, got 7."
+    assert found["shorter"] == f"{sentence} Give another --name for a shorter run."
 
 
 def test_other_intervals_do_not_change_the_result(found):

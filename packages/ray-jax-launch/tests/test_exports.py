@@ -1,7 +1,10 @@
 """Public names: all of them load, and the package itself is light to import."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 import ray_jax_launch
 
@@ -32,3 +35,16 @@ def test_the_control_actor_imports_little():
     heavy = {"jax", "orbax", "pandas", "pyarrow", "ray.data", "ray.train"}
     code = f"import sys, ray_jax_launch._control.control_actor; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "False 0"), ("1", "True 1")])
+def test_ray_does_not_run_uv_again_in_the_workers_also_if_it_is_imported_first(given, found):
+    code = (
+        "import os, ray, ray_jax_launch; from ray._private import ray_constants\n"
+        "print(ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV, os.environ['RAY_ENABLE_UV_RUN_RUNTIME_ENV'])"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"}
+    if given is not None:
+        variables["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = given
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == found
