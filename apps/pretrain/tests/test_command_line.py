@@ -183,6 +183,7 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
                 ("--name first", "--restart", " yes"),
             )
         ),
+        ("eval run --step 5", "no option --step of eval. Name a checkpoint RUN@STEP, with a number, or RUN@best."),
         ("sample run --resume", "options must be those of pretrain sample --help, got --resume."),
         (
             "help trains",

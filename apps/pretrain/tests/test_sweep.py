@@ -137,6 +137,7 @@ def test_a_file_has_options_and_a_grid(place):
         ("--grid seed", "--grid must be OPTION=VALUE,VALUE such as seed=1,2,3, got seed."),
         ("--grid sed=1", "no option sed, of --grid; did you mean seed?"),
         ("--grid lr=1", "no option lr, of --grid; did you mean optimizer.learning-rate?"),
+        ("--grid optimizer.lr=1", "no option optimizer.lr, of --grid; did you mean optimizer.learning-rate?"),
         ("--grid layers=1", "no option layers, of --grid; did you mean model.num-layers?"),
         ("--grid batch=1", "no option batch, of --grid; did you mean train.global-batch-size?"),
         ("--grid minratio=1", "no option minratio, of --grid; did you mean optimizer.min-learning-rate-ratio?"),

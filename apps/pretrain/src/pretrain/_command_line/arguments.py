@@ -37,6 +37,7 @@ from pretrain._surroundings.typed_command import application
 
 # A word that is no value. A value of this form is written after an equals sign.
 _FLAG = re.compile(r"--[A-Za-z]")
+_OF_A_CHECKPOINT, _TAKES_A_CHECKPOINT = ("--step", "--best"), ("sample", "eval", "export")
 # What other programs call the continuation of a run.
 _CONTINUING = ("--resume", "--continue", "--restart")
 
@@ -186,6 +187,8 @@ def _unknown_flag(command: str, flag: str) -> UsageError:
             f"no option {flag}. The same command continues its run from the newest checkpoint; another --name starts "
             "a new run."
         )
+    if flag in _OF_A_CHECKPOINT and command in _TAKES_A_CHECKPOINT:
+        return UsageError(f"no option {flag} of {command}. Name a checkpoint RUN@STEP, with a number, or RUN@best.")
     frequent_first = sorted(command_options(command), key=lambda option: option.name not in FREQUENT)
     known = nearest_option(flag.lstrip("-"), [one.flags[-1][2:] for one in frequent_first if one.placeholder is None])
     if known is None:

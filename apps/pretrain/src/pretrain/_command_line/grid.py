@@ -87,7 +87,7 @@ def _find(name: str, place: str) -> Option:
     from pretrain._run.names import short_name  # imports of a second, which `--help` does without
 
     by_short_name = {short_name(option.name): known for known, option in _OPTIONS.items()}
-    known = by_short_name.get(name) or nearest_option(flag, [*_OPTIONS])
+    known = by_short_name.get(name.rpartition(".")[2]) or nearest_option(flag, [*_OPTIONS])
     remedy = f"; did you mean {known}?" if known else ", see pretrain train --help-all."
     raise UsageError(f"no option {short(name)}, of {place}{remedy}")
 

@@ -154,6 +154,8 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
 
 def _remedy(name: str) -> str:
     """Return the names of the runs beside a path, or in the default storage, the newest first."""
+    if _CHECKPOINT.fullmatch(name) is not None:
+        return "This command takes a run: leave out what follows the @."
     if "@" in name and not is_uri(name):
         return f"A checkpoint of a run is RUN@STEP, with a number, or RUN@{BEST}."
     storage = DEFAULT_STORAGE
