@@ -145,7 +145,7 @@ def feed(display, clock):
 def test_the_loss_of_the_untrained_model_is_not_that_of_a_run():
     view = RunView(1500, clock=Clock())
     view.add_record(record(0, 1, **{"val_loss": 5.5, "val_loss/web": 5.25}))
-    assert ["val loss  5.5000", "web  5.2500"] == shown_losses(view)
+    assert shown_losses(view) == ["val loss  5.5000", "web  5.2500"]
     view.add_record(record(25, 2, loss=4.5))
     assert shown_losses(view) == ["loss  4.5000                   val loss       -"]
     view.add_record(record(50, 2, loss=4.25, **{"val_loss": 4.5, "val_loss/web": 4.75}))

@@ -176,8 +176,10 @@ def _differing(runs: Sequence[ReportedRun]) -> dict[str, list[object]]:
 
 
 def _measure(runs: Sequence[ReportedRun]) -> tuple[str, str | None]:
-    """Return the loss that decides the rank of finished runs, and its name: None if there are none, or the losses are
-    those of different tokens."""
+    """Return the loss that decides the rank of finished runs, and its name.
+
+    The name is None if there are no runs, or the losses are those of different tokens.
+    """
     has_all = all(run.result.full_val_loss is not None for run in runs)
     subsets = {run.history.description.config.train.eval_tokens for run in runs}
     is_same = len({_validation_tokens(run) for run in runs}) == 1 and (has_all or len(subsets) == 1)
