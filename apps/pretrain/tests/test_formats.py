@@ -84,3 +84,10 @@ def test_a_large_loss_has_four_digits(value: float, expected: str) -> None:
 )
 def test_a_sparkline_has_the_means_of_parts_of_equal_length(values: list[float], width: int, expected: str) -> None:
     assert formats.sparkline(values, width) == expected
+
+
+def test_a_stored_loss_is_rounded_half_up() -> None:
+    assert [formats.loss(value) for value in (2.56525, 2.56525061, 2.56515, -0.00005, 0.0)] == [
+        "2.5653", "2.5653", "2.5652", "-0.0001", "0.0000",
+    ]  # fmt: skip
+    assert formats.loss(float("inf")) == "inf"

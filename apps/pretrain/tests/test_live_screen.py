@@ -142,6 +142,24 @@ def feed(display, clock):
     clock.time_s = BEGAN_S + 125
 
 
+def test_the_loss_of_the_untrained_model_is_not_that_of_a_run():
+    view = RunView(1500, clock=Clock())
+    view.add_record(record(0, 1, **{"val_loss": 5.5, "val_loss/web": 5.25}))
+    assert shown_losses(view) == ["val loss  5.5000", "web  5.2500"]
+    view.add_record(record(25, 2, loss=4.5))
+    assert shown_losses(view) == ["loss  4.5000                   val loss       -"]
+    view.add_record(record(50, 2, loss=4.25, **{"val_loss": 4.5, "val_loss/web": 4.75}))
+    assert shown_losses(view)[1:] == ["web  4.7500"]
+
+
+def shown_losses(view):
+    """The lines of the live view that have a loss."""
+    console = Console(file=io.StringIO(), width=80, legacy_windows=False)
+    console.print(live_screen(view, console.options))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines() if line.startswith(("loss", "val", "web"))]
+
+
 SCREENS = {
     (40, 20): """
 step 0  val loss 5.5521

@@ -123,6 +123,16 @@ def test_a_command_that_reads_files_imports_neither_ray_nor_jax(storage, tmp_pat
     assert done.stdout.splitlines()[-1] == "0 set()", done.stderr
 
 
+def test_the_loss_of_the_untrained_model_is_not_that_of_a_run(tmp_path):
+    for name, step in (("new", 0), ("running", 25)):
+        run = make_run(tmp_path / "storage" / name, "stopped", 60)
+        lines = [{"step": 0, "tokens": 0, "val_loss": 5.5}, {"step": 25, "tokens": 25, "loss": 4.5}]
+        run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines[: 1 + step]))
+    assert table(tmp_path / "storage", columns="run,step,val", sort="val")[1:] == [
+        ["new", "0/1500", "5.5000*"], ["running", "25/1500"],
+    ]  # fmt: skip
+
+
 def test_a_run_without_phases_has_the_time_of_its_result(tmp_path):
     run = make_run(tmp_path / "storage" / "first", "training", 0)
     run.phases.unlink()

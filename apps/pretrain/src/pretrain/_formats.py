@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -131,10 +132,14 @@ def four_digits(value: float) -> str:
 def loss(value: float) -> str:
     """Return a loss with 4 decimals, or 4 digits if it is large.
 
-    >>> loss(1.81234), loss(123456.0)
-    ('1.8123', '1.235e5')
+    The decimal digits are rounded half up: a stored loss has few, so that a 5 may be the last one.
+
+    >>> loss(1.81234), loss(2.56525), loss(123456.0)
+    ('1.8123', '2.5653', '1.235e5')
     """
-    return f"{value:.4f}" if abs(value) < 100 else plain(value, 4)
+    if not abs(value) < 100:
+        return plain(value, 4)
+    return f"{Decimal(repr(float(value))).quantize(Decimal('0.0001'), ROUND_HALF_UP):f}"
 
 
 def gibibytes(num_bytes: float) -> str:

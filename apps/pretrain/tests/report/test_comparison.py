@@ -37,14 +37,15 @@ def interval(**options):
 def rate(write_run):
     """Writes a run with a learning rate, a seed, and its validation losses by step."""
 
-    def write(name, rate, seed, losses, *, every=1, **options):
+    def write(name, rate, seed, losses, *, every=1, is_finished=True, **options):
         records = [
             {"step": step, "loss": value - 0.5, "val_loss": value}
             for step, value in losses.items()
             if step % every == 0
         ]
         chosen = optimizer(learning_rate=rate, min_learning_rate=1e-5)
-        return write_run(name, records=records, seed=seed, optimizer=chosen, **options)
+        phases = [{"step": max(losses), "time_s": 1.7e9, "phase": "finished"}] if is_finished else []
+        return write_run(name, records=records, phases=phases, seed=seed, optimizer=chosen, **options)
 
     return write
 
@@ -118,20 +119,31 @@ def test_options_of_one_short_name_have_their_full_names(write_run, make_page):
     prepare = dataclasses.replace(QUICKSTART.prepare, split_seed=7)
     model = dataclasses.replace(QUICKSTART.model, vocab_size=300)
     page = make_page(write_run("a"), write_run("b", prepare=prepare, model=model))
-    assert table(page)[0][1:4] == ["run", "split_seed", "vocab_size"]
+    assert table(page)[0][:3] == ["run", "split_seed", "vocab_size"]
     assert 'title="model.vocab_size"' in page
 
 
-def test_a_running_training_is_ranked_by_its_best_loss_and_one_without_a_loss_is_last(rate, make_page):
+def test_a_run_that_is_not_finished_has_no_rank(rate, make_page):
     finished = rate("finished", 1e-3, 1, {500: 3.0, 1500: 2.5})
     finish(finished, full_val_loss=1.0)
-    page = make_page(rate("new", 2e-3, 1, {}), finished, rate("running", 3e-3, 1, {500: 2.25, 750: 2.375}))
-    assert "The rank is that of the best validation loss." in page
+    new = rate("new", 2e-3, 1, {}, is_finished=False)
+    running = rate("running", 3e-3, 1, {500: 0.5, 750: 0.75}, is_finished=False)
+    page = make_page(new, finished, running)
+    assert "The rank is that of the final loss on all validation tokens, of finished runs." in page
     assert [[*row[:2], *row[3:]] for _, row in table(page)[1]] == [
-        ["1", "running", "", "2.2500 at 500", "2.3750", "750 of 1,500"],
-        ["2", "finished", "1.0000", "2.5000 at 1,500", "2.5000", "1,500"],
+        ["1", "finished", "1.0000", "2.5000 at 1,500", "2.5000", "1,500"],
         ["", "new", "", "", "", "0 of 1,500"],
+        ["", "running", "", "0.5000 at 500", "0.7500", "750 of 1,500"],
     ]
+    assert "There is no rank: no run is finished." in make_page(new, running)
+
+
+def test_the_loss_of_the_untrained_model_is_not_that_of_a_run(write_run, make_page):
+    records = [{"step": 0, "val_loss": 5.5}, {"step": 10, "loss": 5.0}]
+    page = make_page(write_run("untrained", records=records[:1]), write_run("running", records=records))
+    assert [row[2:] for _, row in table(page)[1]] == [
+        ["5.5000 at 0", "5.5000", "0 of 1,500"], ["", "", "10 of 1,500"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("difference", [{"val": "ef56"}, {"train": interval(eval_tokens=1024)}])
@@ -331,6 +343,8 @@ def test_a_page_of_thirty_long_runs_stays_readable_and_small(write_run, make_pag
         )
         for number in range(30)
     ]  # fmt: skip
+    for folder in folders:
+        finish(folder)
     page = make_page(*folders)
     assert len(page.encode()) < 2_000_000
     assert "<h1>Comparison of 30 runs</h1>" in page

@@ -28,7 +28,7 @@ from pretrain._run.files import flatten
 from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_recent, work_s
-from pretrain._run.metrics import last_values, of_sources
+from pretrain._run.metrics import last_values, of_sources, of_trained
 from pretrain._run.names import short_name, short_value
 from pretrain._run.remote_copy import pull_changed
 from pretrain._run.state import last_seen_s, run_state
@@ -222,7 +222,7 @@ def _row(folder: RunFolder, now_s: float) -> _Row | None:
 def _read_row(folder: RunFolder, now_s: float) -> _Row:
     history = read_recent(folder)
     config, result = history.description.config, history.result
-    last = (result.metrics if result is not None else {}) | last_values(history.records)
+    last = (result.metrics if result is not None else {}) | last_values(of_trained(history.records))
     start = history.starts[-1] if history.starts else {}
     seen_s, num_devices = last_seen_s(history), start.get("devices", 1)
     device = start.get("device", history.description.hardware)

@@ -9,6 +9,7 @@ from pretrain._formats import loss, option
 from pretrain._report.reported_run import ReportedRun
 from pretrain._run.differences import differing_options
 from pretrain._run.files import flatten
+from pretrain._run.state import is_finished
 
 _MOST_IN_LABEL = 3  # options in the label of several seeds
 _MOST_SEEDS = 4  # to name in a cell
@@ -54,7 +55,8 @@ class Row:
     """True for one of the runs of the mean above."""
 
     rank: int | None
-    """1 for the lowest loss, equal for equal losses; None if the losses cannot be compared, or for a single run."""
+    """1 for the lowest loss, equal for equal losses. None for a single run, for a line without a finished run, and if
+    the losses cannot be compared."""
 
     cells: list[str]
     """Values, as many as the columns of the comparison."""
@@ -74,7 +76,10 @@ class Comparison:
     """Rows. The runs of a mean follow it."""
 
     ranked_by: str | None
-    """Name of the loss that decides the rank; None if the losses cannot be compared."""
+    """Name of the loss that decides the rank; None if there is no rank."""
+
+    has_finished: bool
+    """True if a run is finished."""
 
     lines: list[Series]
     """The lines, in the order of their rows."""
@@ -113,8 +118,9 @@ def compare(runs: Sequence[ReportedRun], series: Sequence[Series]) -> Comparison
     differing = _differing(runs)
     texts = {name: [option(name, value) for value in values] for name, values in differing.items()}
     cells = {id(run): [column[at] for column in texts.values()] for at, run in enumerate(runs)}
-    measure, ranked_by = _measure(runs)
-    losses = {line.number: _mean(_present(_loss(run, measure) for run in line.runs)) for line in series}
+    finished = _finished(runs)
+    measure, ranked_by = _measure(finished)
+    losses = {line.number: _mean(_present(_loss(run, measure) for run in _finished(line.runs))) for line in series}
     ordered = sorted(series, key=lambda line: (losses[line.number] is None, losses[line.number]))
     if ranked_by is None:
         ordered = list(series)
@@ -149,6 +155,7 @@ def compare(runs: Sequence[ReportedRun], series: Sequence[Series]) -> Comparison
         columns=["final, all validation tokens", "best", "last", "steps"],
         rows=rows,
         ranked_by=ranked_by,
+        has_finished=bool(finished),
         lines=ordered,
     )
 
@@ -169,7 +176,10 @@ def _differing(runs: Sequence[ReportedRun]) -> dict[str, list[object]]:
 
 
 def _measure(runs: Sequence[ReportedRun]) -> tuple[str, str | None]:
-    """Return the loss that decides the rank, and its name: None if the losses are those of different tokens."""
+    """Return the loss that decides the rank of finished runs, and its name.
+
+    The name is None if there are no runs, or the losses are those of different tokens.
+    """
     has_all = all(run.result.full_val_loss is not None for run in runs)
     subsets = {run.history.description.config.train.eval_tokens for run in runs}
     is_same = len({_validation_tokens(run) for run in runs}) == 1 and (has_all or len(subsets) == 1)
@@ -186,6 +196,10 @@ def _validation_tokens(run: ReportedRun) -> str:
     return repr((data.tokenizer_kind, sorted((digests or known).items(), key=str)))
 
 
+def _finished(runs: Iterable[ReportedRun]) -> list[ReportedRun]:
+    return [run for run in runs if is_finished(run.history)]
+
+
 def _loss(run: ReportedRun, measure: str) -> float | None:
     return getattr(run.result, measure)
 
@@ -199,9 +213,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _results(runs: Sequence[ReportedRun]) -> list[str]:
-    """Return the losses and the steps of a run, or their means with the standard deviation over the seeds."""
+    """Return the losses and the steps of a run, or their means with the standard deviation over the finished seeds."""
+    counted = _finished(runs) or runs
     full, best, last = (
-        _spread(_present(_loss(run, measure) for run in runs), len(runs))
+        _spread(_present(_loss(run, measure) for run in counted), len(runs))
         for measure in ("full_val_loss", "best_val_loss", "last_val_loss")
     )
     if len(runs) == 1 and best:

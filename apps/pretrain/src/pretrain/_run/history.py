@@ -14,7 +14,7 @@ from pretrain._run.description import RunDescription, read_description
 from pretrain._run.files import read_lines
 from pretrain._run.folder import RunFolder
 from pretrain._run.log_parts import PHASES, SAMPLES, SCORES, STARTS, TEXTS
-from pretrain._run.metrics import TEXT_METRICS, Numbers, Record, finite, last_values, recent_records
+from pretrain._run.metrics import TEXT_METRICS, Numbers, Record, finite, last_values, of_trained, recent_records
 from pretrain._run.partial_reads import last_lines
 from pretrain._run.result import RunResult, as_utc, read_result
 
@@ -279,9 +279,11 @@ def summarize(history: RunHistory, *, wall_s: float, digests: dict[str, str] | N
     records = history.records
     starts = history.starts
     phases = history.phases
-    final = last_values(records)
+    final = last_values(of_trained(records))
     scores = {name: value for name, value in last_values(history.scores).items() if name.startswith(TASKS)}
-    validations = [(record["val_loss"], record["step"]) for record in map(finite, records) if "val_loss" in record]
+    validations = [
+        (record["val_loss"], record["step"]) for record in map(finite, of_trained(records)) if "val_loss" in record
+    ]
     best, last = min(validations, default=(None, None)), (validations or [(None, None)])[-1]
     last_start = starts[-1] if starts else {}
     ended_s = last_sign_of_life(phases, records)

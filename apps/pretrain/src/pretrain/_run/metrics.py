@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, overload
@@ -42,6 +42,7 @@ Record = dict[str, Any]
 TEXT_METRICS = ("windows",)
 """The values of a record that are texts."""
 
+_VALIDATION = ("val_", "full_val_")
 _DIGITS = 6
 _WINDOWS_DIGITS = 16
 _FEW_BYTES = 1 << 18
@@ -89,6 +90,18 @@ def last_values(records: Iterable[Record]) -> Record:
     for record in records:
         final |= numbers(record)
     return final
+
+
+def of_trained(records: Sequence[Record]) -> Iterator[Record]:
+    """Yield records, in the order of steps, without the validation of the untrained model if there are later steps.
+
+    >>> list(of_trained([{"step": 0, "val_loss": 5.5}, {"step": 10, "loss": 4.5}]))
+    [{'step': 0}, {'step': 10, 'loss': 4.5}]
+    """
+    is_trained = bool(records) and records[-1]["step"] > 0
+    for record in records:
+        is_untrained = is_trained and record["step"] == 0
+        yield {name: value for name, value in record.items() if not (is_untrained and name.startswith(_VALIDATION))}
 
 
 def windows_digest(starts: NDArray[np.int64]) -> str:

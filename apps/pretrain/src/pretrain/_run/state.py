@@ -21,7 +21,7 @@ def run_state(history: RunHistory, now_s: float) -> RunState:
         now_s: the Unix time.
     """
     phase = history.phases[-1].phase if history.phases else None
-    if history.result is not None or phase == "finished":
+    if is_finished(history):
         return "finished"
     is_running = command_runs(history.folder)
     if phase == "stopped" or phase == "failed":
@@ -29,6 +29,11 @@ def run_state(history: RunHistory, now_s: float) -> RunState:
     if is_running is False:
         return "failed"
     return "training" if now_s - last_seen_s(history) < silent_after_s(history) else "no sign of life"
+
+
+def is_finished(history: RunHistory) -> bool:
+    """Return whether a run is finished: it has a result, or its last phase tells it."""
+    return history.result is not None or (bool(history.phases) and history.phases[-1].phase == "finished")
 
 
 def silent_after_s(history: RunHistory) -> float:

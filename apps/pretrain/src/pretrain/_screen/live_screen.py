@@ -46,11 +46,12 @@ def live_screen(view: RunView, options: ConsoleOptions) -> Group:
         options: width and encoding of the terminal.
     """
     width = min(options.max_width, _MAX_WIDTH)
+    sources = view.source_losses if view.has_validated else {}
     lines = [
         *_rows(_status(view), width, 1),
         _bar(view, width),
         *_rows(_losses(view, width, is_ascii=options.ascii_only), width, 2),
-        *_rows([_Field(loss(value), 7, name) for name, value in view.source_losses.items()], width, 2),
+        *_rows([_Field(loss(value), 7, name) for name, value in sources.items()], width, 2),
         *_rows(_rates(view), width, 2),
     ]
     return Group(*lines)
@@ -92,7 +93,8 @@ def _losses(view: RunView, width: int, *, is_ascii: bool) -> list[_Field]:
             # The first steps fall so far that nothing else would be visible.
             recent = [value for _, value in values[-max(len(values) // 2, min(len(values), spark_width)) :]]
             trend = "" if is_ascii else sparkline(recent, spark_width)
-            fields.append(_Field(loss(values[-1][1]), 7, name, f" {trend:{spark_width}}"))
+            is_shown = name == "loss" or view.has_validated
+            fields.append(_Field(loss(values[-1][1]) if is_shown else "-", 7, name, f" {trend:{spark_width}}"))
     return fields
 
 

@@ -175,6 +175,11 @@ class RunView:
         return self.last.get("step", 0)
 
     @property
+    def has_validated(self) -> bool:
+        """True if the last validation is that of the run: at step 0, it is of the untrained model."""
+        return bool(self.val_losses.points) and (self.val_losses.points[-1][0] > 0 or self.step == 0)
+
+    @property
     def phase(self) -> PhaseName:
         """The phase of the run. Damaged files may have records, but no phases."""
         if self._phases:
