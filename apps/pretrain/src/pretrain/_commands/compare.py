@@ -35,7 +35,7 @@ def compare(
             have too few losses.
     """
     first = [name for pattern in runs for name in matching_runs(pattern)]
-    second = [name for pattern in against or () for name in matching_runs(pattern)]
+    second = [name for pattern in against or () for name in matching_runs(pattern, option="--against")]
     if against is None and len(first) != 2:
         given = f"{len(first)} run{'' if len(first) == 1 else 's'}"
         raise UsageError(f"RUN must be two runs, got {given}. Write: compare A B, or compare A1 A2 --against B1 B2")
