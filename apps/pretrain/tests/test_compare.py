@@ -195,6 +195,26 @@ def test_a_longer_run_is_compared_up_to_the_end_of_the_shorter(make_run, compare
     assert json.loads(compared("a b --json"))["step"] == 100
 
 
+def test_validations_after_different_steps_are_not_compared(make_run, compared):
+    make_run("a", BATCHES, val=TEXT)
+    make_run("b", (BATCHES + better(0.5))[:100], val=TEXT + 1)
+    make_run("training", (BATCHES + better(0.5))[:100])
+    words = " ".join(compared("a b").split())
+    assert "the model of" not in words
+    reason = "losses on the validation text are not compared, as they are of different steps: 120 in A, and 100 in B."
+    assert words.endswith(f"The {reason}")
+    (pair,) = json.loads(compared("a b --json"))["pairs"]
+    assert (pair["val_steps"], pair["val_losses"], pair["models"]) == ([120, 100], None, None)
+    assert "validation text" not in compared("a training")
+    for run, length in (("c", 100), ("d", 120)):
+        make_run(run, BATCHES[:length], val=TEXT, seed=2)
+    found = json.loads(compared("a c --against b d --json"))
+    assert (found["step"], found["val_seeds"]) == (100, None)
+    assert "of different steps: 100 and 120 in A, and 100 and 120 in B." in " ".join(
+        compared("a c --against b d").split()
+    )
+
+
 def test_steps_without_a_loss_are_left_out(make_run, compared):
     lost = BATCHES + better(0.5)
     lost[[3, 95, 100]] = np.nan

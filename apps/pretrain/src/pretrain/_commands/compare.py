@@ -73,6 +73,11 @@ def _read(name: str) -> ComparedRun:
         )
 
 
+def _val_steps(found: Comparison, side: int) -> list[int]:
+    """Return the steps of the validation losses of A or B, each once."""
+    return sorted({step for pair in found.pairs if (step := pair.val_steps[side]) is not None})
+
+
 def _json_line(found: Comparison) -> str:
     return json.dumps(found.to_json(), allow_nan=False) + "\n"
 
@@ -81,6 +86,12 @@ def _paragraphs(found: Comparison) -> Iterator[str]:
     for name, (of_a, of_b) in found.differing_options.items():
         yield f"{name}: {shown(of_a)} in A, {shown(of_b)} in B"
     yield from _single(found, found.pairs[0]) if found.seeds is None else _several(found, found.seeds)
+    of_a, of_b = (_val_steps(found, side) for side in (0, 1))
+    if of_a and of_b and len({*of_a, *of_b}) > 1:
+        yield (
+            "The losses on the validation text are not compared, as they are of different steps: "
+            f"{' and '.join(map(str, of_a))} in A, and {' and '.join(map(str, of_b))} in B."
+        )
 
 
 def _single(found: Comparison, pair: Pair) -> Iterator[str]:

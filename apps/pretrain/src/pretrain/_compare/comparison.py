@@ -44,6 +44,11 @@ class ComparedRun:
     """The losses of the validation windows after the last step; None before."""
 
     @property
+    def val_step(self) -> int | None:
+        """The step after which the validation losses were measured; None before."""
+        return None if self.val_losses is None else len(self.losses)
+
+    @property
     def seed(self) -> int:
         """The seed of the run."""
         return self.description.config.seed
@@ -71,8 +76,11 @@ class Pair:
     unpaired_steps: float | None
     """Steps of runs on other windows that would have the noise of `batches`; None if the runs read other windows."""
 
+    val_steps: tuple[int | None, int | None]
+    """The last steps of A and B, after which they were validated on all validation tokens; None before."""
+
     val_losses: tuple[float, float] | None
-    """Losses of A and B on all validation tokens after their last steps; None before."""
+    """Losses of A and B on all validation tokens after their last steps; None if these are not the compared step."""
 
     models: Interval | None
     """The difference of the two trained models on the validation text: see `of_models`."""
@@ -151,7 +159,8 @@ def compare_runs(first: Sequence[ComparedRun], second: Sequence[ComparedRun], at
             f"runs must have at least {MIN_STEPS} steps of which every run has the loss, got {len(steps)}. The other "
             "losses are lost, or their steps were skipped."
         )
-    pairs = [_compare_pair(a, b, steps, is_at_end=at is None) for a, b in zip(first, second, strict=True)]
+    val_step = step if at is None else None
+    pairs = [_compare_pair(a, b, steps, val_step) for a, b in zip(first, second, strict=True)]
     val_differences = [pair.models.mean for pair in pairs if pair.models is not None]
     has_validations = len(pairs) > 1 and len(val_differences) == len(pairs)
     configs = (first[0].description.config, second[0].description.config)
@@ -167,14 +176,16 @@ def compare_runs(first: Sequence[ComparedRun], second: Sequence[ComparedRun], at
     )
 
 
-def _compare_pair(first: ComparedRun, second: ComparedRun, steps: NDArray[np.intp], *, is_at_end: bool) -> Pair:
+def _compare_pair(first: ComparedRun, second: ComparedRun, steps: NDArray[np.intp], val_step: int | None) -> Pair:
+    """Return the comparison of two runs on some steps, and of their validations if both are of `val_step`."""
     losses_a, losses_b = (run.losses[steps].astype(np.float64) for run in (first, second))
     num = num_recent(len(steps))
     recent_a, recent_b = losses_a[-num:], losses_b[-num:]
     batches = of_recent_batches(losses_b - losses_a)
     is_paired = first.seed == second.seed
     is_noisy = is_paired and batches.half_width > 0
-    val_losses, models = _compare_models(first, second) if is_at_end else (None, None)
+    val_steps = (first.val_step, second.val_step)
+    val_losses, models = _compare_models(first, second) if val_steps == (val_step, val_step) else (None, None)
     return Pair(
         seeds=(first.seed, second.seed),
         losses=(float(recent_a.mean()), float(recent_b.mean())),
@@ -182,6 +193,7 @@ def _compare_pair(first: ComparedRun, second: ComparedRun, steps: NDArray[np.int
         options=of_options(losses_b - losses_a),
         batches=batches,
         unpaired_steps=unpaired_steps(recent_a, recent_b, batches.half_width) if is_noisy else None,
+        val_steps=val_steps,
         val_losses=val_losses,
         models=models,
     )
