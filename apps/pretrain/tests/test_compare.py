@@ -237,6 +237,8 @@ def test_several_runs_are_paired_by_their_seeds(make_run, compared):
     for seed, effect in ((1, 0.1), (2, 0.2), (3, 0.3)):
         make_run(f"a{seed}", BATCHES + series(0.1, seed), val=TEXT, seed=seed)
         make_run(f"b{seed}", BATCHES + series(0.1, seed) - effect, val=TEXT + effect, seed=seed, rate=2e-3)
+    for seed in (1, 2):
+        make_run(f"c{seed}", BATCHES + series(0.1, seed) + 1 + 0.01 * seed, seed=seed, rate=2e-3)
     line = "a1 a2 a3 --against b3 b1 b2"
     found = json.loads(compared(f"{line} --json"))
     assert [pair["seeds"] for pair in found["pairs"]] == [[1, 1], [2, 2], [3, 3]]
@@ -247,7 +249,12 @@ def test_several_runs_are_paired_by_their_seeds(make_run, compared):
     assert found["better"] is None
     words = " ".join(compared(line).split())
     assert "A and B cannot be told apart: B - A is -0.2000 +- 0.2484 nats (95 %) at step 120, over 3 seeds." in words
-    assert "seed 2: B - A is -0.2000, validation +0.2000" in words
+    width = found["pairs"][1]["options"]["half_width"]
+    assert f"seed 2: B - A is -0.2000 +- {width:.4f}, validation +0.2000" in words
+    assert "With 3 seeds the interval is +- 4.3 standard errors, with 4 seeds +- 3.2. Train another seed" in words
+    words = " ".join(compared("a1 a2 --against b1 b2").split())
+    assert "With 2 seeds the interval is +- 12.7 standard errors, with 3 seeds +- 4.3. Train another seed" in words
+    assert "standard errors" not in compared("a1 a2 --against c1 c2")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pretrain._commands.report import matching_runs
 from pretrain._compare.comparison import ComparedRun, Comparison, Pair, compare_runs
-from pretrain._compare.paired import Interval
+from pretrain._compare.paired import Interval, t_quantile
 from pretrain._errors import UsageError, one_line, rejecting, short, shown
 from pretrain._formats import count, loss
 from pretrain._run.find import find_run, names_a_checkpoint
@@ -16,6 +16,7 @@ from pretrain._run.step_losses import read_step_losses, read_val_losses
 from pretrain._screen.printing import print_line
 
 _WIDTH = 80
+_FEW_SEEDS = 4  # a seed more makes the quantile of Student's t smaller by a tenth or more
 
 
 def compare(
@@ -150,11 +151,19 @@ def _several(found: Comparison, over_seeds: Interval) -> Iterator[str]:
         f"This is the training loss of the steps {found.from_step} to {found.step}. The interval allows for other "
         f"seeds: Student's t with {over_seeds.df} degree{'s' if over_seeds.df > 1 else ''} of freedom."
     )
+    num_seeds = len(found.pairs)
+    if not over_seeds.is_different and num_seeds <= _FEW_SEEDS:
+        yield (
+            f"With {num_seeds} seeds the interval is +- {t_quantile(over_seeds.df):.1f} standard errors, with "
+            f"{num_seeds + 1} seeds +- {t_quantile(over_seeds.df + 1):.1f}. Train another seed of A and B, and compare "
+            "again."
+        )
     if found.val_seeds is not None:
         yield f"On the validation text after the last step, {_verdict(found.val_seeds, 'A', 'B')}."
+    yield "The pairs, with the intervals of the single pairs, which do not allow for other seeds:"
     for pair in found.pairs:
         validation = "" if pair.models is None else f", validation {_nats(pair.models.mean, sign='+')}"
-        yield f"seed {pair.seeds[0]}: B - A is {_nats(pair.options.mean, sign='+')}{validation}"
+        yield f"seed {pair.seeds[0]}: B - A is {_nats(pair.options.mean, sign='+')} {_width(pair.options)}{validation}"
 
 
 def _verdict(interval: Interval, first: str = "A", second: str = "B") -> str:
