@@ -117,7 +117,7 @@ def _single(found: Comparison, pair: Pair) -> Iterator[str]:
             f"The {_training_losses(found, pair)}, {windows}. The interval allows for the noise of the training as far "
             "as one pair of runs shows it. Other seeds may differ by more: compare several with --against."
         )
-    if pair.unpaired_steps is not None:
+    if pair.unpaired_steps is not None and pair.unpaired_steps > found.step - found.from_step + 1:
         yield (
             f"The noise of the batches alone is {_width(pair.batches)}. If A and B had read different windows, their "
             f"mean losses over about {count(pair.unpaired_steps, exact_below=1e5)} steps would have the same noise."
