@@ -12,8 +12,9 @@ import pytest
 
 from pretrain import PRESETS, main
 from pretrain._config import with_vocab_size
-from pretrain._run.description import DataDescription, describe, write_description
+from pretrain._run.description import DataDescription, Origin, describe, write_description
 from pretrain._run.folder import RunFolder
+from pretrain._run.lock import lock_run
 from pretrain._run.step_losses import ValLosses, write_step_losses, write_val_losses
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "compare.py"
@@ -33,7 +34,9 @@ def make_run(tmp_path, monkeypatch):
     """Makes the files of a run in `runs`."""
     monkeypatch.chdir(tmp_path)
 
-    def make(name, losses, *, val=None, seed=1, last_count=SEQ_LEN, data=None, train=None, model=None, rate=1e-3):
+    def make(
+        name, losses, *, val=None, seed=1, last_count=SEQ_LEN, data=None, train=None, model=None, rate=1e-3, origin=None
+    ):
         config = with_vocab_size(PRESETS["quickstart"](), 257)
         config = dataclasses.replace(
             config,
@@ -45,7 +48,7 @@ def make_run(tmp_path, monkeypatch):
         fields = {"tokens": "text", "tokenizer": "bytes", "fingerprint": {"sha256": "1"}} | (data or {})
         folder = RunFolder(tmp_path / "runs" / name)
         folder.path.mkdir(parents=True)
-        write_description(folder, describe(config, DataDescription(**fields), "local"))
+        write_description(folder, describe(config, DataDescription(**fields), "local", origin))
         write_step_losses(folder.step_losses, 1, [float(value) for value in losses])
         if val is not None:
             write_val_losses(folder.val_losses, ValLosses(losses=val.astype(np.float32), last_count=last_count))
@@ -320,6 +323,31 @@ def test_wrong_input_is_one_sentence(line, expected, make_run, rejected):
     make_run("windows", BATCHES, val=TEXT[:-1])
     make_run("damaged", BATCHES, val=TEXT).val_losses.write_bytes(b"12345")
     assert expected in rejected(line)
+
+
+def test_a_fork_with_few_steps_of_its_own_names_its_parent(make_run, rejected):
+    make_run("con", BATCHES)
+    for name, is_weights in (("fork", False), ("weights", True)):
+        origin = Origin(place="runs/con", step=40, tokenizer="bytes", weights_only=is_weights)
+        make_run(name, np.where(np.arange(70) < 40, np.nan, BATCHES[:70]), origin=origin)
+    error = rejected("con fork")
+    assert "of which every run has the loss, got 30. The first 40 steps of " in error
+    assert "runs/fork are those of runs/con, which it starts from. " in error
+    assert error.endswith("or continue its training.\n")
+    assert rejected("con fork --at 60").endswith("Give a later --at, or none.\n")
+    assert "lost, or their steps were skipped." in rejected("con weights")
+
+
+def test_a_run_that_is_being_trained_is_to_be_waited_for(make_run, rejected):
+    make_run("a", BATCHES)
+    short, empty = make_run("short", BATCHES[:39]), make_run("empty", [])
+    assert ". Wait if a command on another machine trains it, or continue its training.\n" in rejected("a short")
+    assert rejected("a empty").endswith("or continue its training, or train it again with this version.\n")
+    with lock_run(short.path):
+        assert rejected("a short").endswith(". A command trains it: wait until it has more steps.\n")
+    assert rejected("a short").endswith(". Continue its training.\n")
+    with lock_run(empty.path):
+        assert rejected("a empty").endswith(". A command trains it: wait until it has more steps.\n")
 
 
 @pytest.mark.slow

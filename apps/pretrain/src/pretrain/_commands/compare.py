@@ -12,6 +12,7 @@ from pretrain._compare.paired import Interval, t_quantile
 from pretrain._errors import UsageError, one_line, rejecting, short, shown
 from pretrain._formats import count, loss
 from pretrain._run.find import find_run, names_a_checkpoint
+from pretrain._run.lock import command_runs
 from pretrain._run.step_losses import read_step_losses, read_val_losses
 from pretrain._screen.printing import print_line
 
@@ -71,6 +72,7 @@ def _read(name: str) -> ComparedRun:
             description=description,
             losses=read_step_losses(folder.step_losses),
             val_losses=read_val_losses(folder.val_losses, description.config.model.seq_len),
+            is_training=command_runs(folder),
         )
 
 

@@ -43,6 +43,15 @@ class ComparedRun:
     val_losses: ValLosses | None
     """The losses of the validation windows after the last step; None before."""
 
+    is_training: bool | None
+    """True if a command of this machine trains the run; None if its command may be on another machine."""
+
+    @property
+    def start_step(self) -> int:
+        """The number of steps at the beginning that another run has trained, whose losses are in its folder."""
+        origin = self.description.origin
+        return 0 if origin is None else origin.start_step
+
     @property
     def val_step(self) -> int | None:
         """The step after which the validation losses were measured; None before."""
@@ -156,8 +165,8 @@ def compare_runs(first: Sequence[ComparedRun], second: Sequence[ComparedRun], at
     steps = np.flatnonzero(~lost)
     if len(steps) < MIN_STEPS:
         raise UsageError(
-            f"runs must have at least {MIN_STEPS} steps of which every run has the loss, got {len(steps)}. The other "
-            "losses are lost, or their steps were skipped."
+            f"runs must have at least {MIN_STEPS} steps of which every run has the loss, got {len(steps)}. "
+            f"{_reason_of_few(runs, at)}"
         )
     val_step = step if at is None else None
     pairs = [_compare_pair(a, b, steps, val_step) for a, b in zip(first, second, strict=True)]
@@ -287,10 +296,31 @@ def _common_step(runs: Sequence[ComparedRun], at: int | None) -> int:
     if most < MIN_STEPS:
         raise UsageError(
             f"runs must have the losses of at least {MIN_STEPS} steps (step_losses.f32), got {most} in "
-            f"{short(shortest.name)}. Continue its training, or train it again with this version."
+            f"{short(shortest.name)}. {_remedy_of_few(shortest)}"
         )
     if at is not None and not MIN_STEPS <= at <= most:
         raise UsageError(
             f"--at must be a step from {MIN_STEPS} to {most}, the last one that {short(shortest.name)} has, got {at}."
         )
     return most if at is None else at
+
+
+def _remedy_of_few(run: ComparedRun) -> str:
+    """Return what to do about a run that has too few losses."""
+    if run.is_training:
+        return "A command trains it: wait until it has more steps."
+    wait = "Wait if a command on another machine trains it, or continue" if run.is_training is None else "Continue"
+    again = "" if len(run.losses) else ", or train it again with this version"
+    return f"{wait} its training{again}."
+
+
+def _reason_of_few(runs: Sequence[ComparedRun], at: int | None) -> str:
+    """Return why runs with enough steps have too few losses in common, and what to do."""
+    fork = max(runs, key=lambda run: run.start_step)
+    if fork.description.origin is None or fork.start_step == 0:
+        return "The other losses are lost, or their steps were skipped."
+    remedy = _remedy_of_few(fork) if at is None else "Give a later --at, or none."
+    return (
+        f"The first {fork.start_step} steps of {short(fork.name)} are those of {short(fork.description.origin.place)}, "
+        f"which it starts from. {remedy}"
+    )
