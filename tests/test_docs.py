@@ -4,6 +4,7 @@ The commands run in the order of the page, with small sizes. A command that need
 the application's own parser, and its batch is checked against its devices.
 """
 
+import fnmatch
 import re
 import shlex
 import subprocess
@@ -122,6 +123,20 @@ def test_the_application_accepts_the_commands_of_a_page(page):
                 extra, words = application(typed)
                 assert extra is None or extra in EXTRAS
                 parse_command(words)
+
+
+def test_the_commands_about_a_sweep_name_its_runs(tmp_path, monkeypatch, capsys):
+    """The first block of the page about experiments: its names and patterns are those of the runs that it trains."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("A line of the book.\n" * 1000)
+    block = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "experiments.md").read_text(), re.M | re.S)[0]
+    sweep, *others = (application(line.partition(" # ")[0])[1] for line in block.splitlines())
+    assert main([*sweep, "--dry-run"]) == 0
+    runs = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    named = [word.partition("@")[0] for words in others for word in words if word.startswith("baby-book-")]
+    assert len(named) == 5
+    assert [name for name in named if not fnmatch.filter(runs, name)] == []
+    assert "--anneal" not in block or "--optimizer.schedule" in sweep  # a cosine has no step before its decay
 
 
 def test_the_table_of_items_is_numbered_and_complete():

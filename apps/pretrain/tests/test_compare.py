@@ -12,8 +12,9 @@ import pytest
 
 from pretrain import PRESETS, main
 from pretrain._config import with_vocab_size
-from pretrain._run.description import DataDescription, describe, write_description
+from pretrain._run.description import DataDescription, Origin, describe, write_description
 from pretrain._run.folder import RunFolder
+from pretrain._run.lock import lock_run
 from pretrain._run.step_losses import ValLosses, write_step_losses, write_val_losses
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "compare.py"
@@ -33,7 +34,9 @@ def make_run(tmp_path, monkeypatch):
     """Makes the files of a run in `runs`."""
     monkeypatch.chdir(tmp_path)
 
-    def make(name, losses, *, val=None, seed=1, last_count=SEQ_LEN, data=None, train=None, model=None, rate=1e-3):
+    def make(
+        name, losses, *, val=None, seed=1, last_count=SEQ_LEN, data=None, train=None, model=None, rate=1e-3, origin=None
+    ):
         config = with_vocab_size(PRESETS["quickstart"](), 257)
         config = dataclasses.replace(
             config,
@@ -45,7 +48,7 @@ def make_run(tmp_path, monkeypatch):
         fields = {"tokens": "text", "tokenizer": "bytes", "fingerprint": {"sha256": "1"}} | (data or {})
         folder = RunFolder(tmp_path / "runs" / name)
         folder.path.mkdir(parents=True)
-        write_description(folder, describe(config, DataDescription(**fields), "local"))
+        write_description(folder, describe(config, DataDescription(**fields), "local", origin))
         write_step_losses(folder.step_losses, 1, [float(value) for value in losses])
         if val is not None:
             write_val_losses(folder.val_losses, ValLosses(losses=val.astype(np.float32), last_count=last_count))
@@ -180,6 +183,16 @@ def test_the_same_windows_save_steps(make_run, compared):
     assert pair["unpaired_steps"] > 5_000
 
 
+def test_windows_that_save_no_steps_are_not_mentioned(make_run, compared):
+    """The noise of the differences is greater than that of the losses."""
+    make_run("a", BATCHES)
+    make_run("b", 6 - BATCHES + np.linspace(0, 4, STEPS))
+    (pair,) = json.loads(compared("a b --json"))["pairs"]
+    assert 0 < pair["unpaired_steps"] <= 30
+    words = " ".join(compared("a b").split())
+    assert "If A and B had read different windows" not in words
+
+
 def test_an_earlier_step_is_compared_without_the_last_validation(make_run, compared):
     make_run("a", BATCHES, val=TEXT)
     make_run("b", BATCHES + better(0.5), val=TEXT)
@@ -193,6 +206,26 @@ def test_a_longer_run_is_compared_up_to_the_end_of_the_shorter(make_run, compare
     make_run("a", BATCHES)
     make_run("b", (BATCHES + better(0.5))[:100])
     assert json.loads(compared("a b --json"))["step"] == 100
+
+
+def test_validations_after_different_steps_are_not_compared(make_run, compared):
+    make_run("a", BATCHES, val=TEXT)
+    make_run("b", (BATCHES + better(0.5))[:100], val=TEXT + 1)
+    make_run("training", (BATCHES + better(0.5))[:100])
+    words = " ".join(compared("a b").split())
+    assert "the model of" not in words
+    reason = "losses on the validation text are not compared, as they are of different steps: 120 in A, and 100 in B."
+    assert words.endswith(f"The {reason}")
+    (pair,) = json.loads(compared("a b --json"))["pairs"]
+    assert (pair["val_steps"], pair["val_losses"], pair["models"]) == ([120, 100], None, None)
+    assert "validation text" not in compared("a training")
+    for run, length in (("c", 100), ("d", 120)):
+        make_run(run, BATCHES[:length], val=TEXT, seed=2)
+    found = json.loads(compared("a c --against b d --json"))
+    assert (found["step"], found["val_seeds"]) == (100, None)
+    assert "of different steps: 100 and 120 in A, and 100 and 120 in B." in " ".join(
+        compared("a c --against b d").split()
+    )
 
 
 def test_steps_without_a_loss_are_left_out(make_run, compared):
@@ -217,6 +250,8 @@ def test_several_runs_are_paired_by_their_seeds(make_run, compared):
     for seed, effect in ((1, 0.1), (2, 0.2), (3, 0.3)):
         make_run(f"a{seed}", BATCHES + series(0.1, seed), val=TEXT, seed=seed)
         make_run(f"b{seed}", BATCHES + series(0.1, seed) - effect, val=TEXT + effect, seed=seed, rate=2e-3)
+    for seed in (1, 2):
+        make_run(f"c{seed}", BATCHES + series(0.1, seed) + 1 + 0.01 * seed, seed=seed, rate=2e-3)
     line = "a1 a2 a3 --against b3 b1 b2"
     found = json.loads(compared(f"{line} --json"))
     assert [pair["seeds"] for pair in found["pairs"]] == [[1, 1], [2, 2], [3, 3]]
@@ -227,7 +262,12 @@ def test_several_runs_are_paired_by_their_seeds(make_run, compared):
     assert found["better"] is None
     words = " ".join(compared(line).split())
     assert "A and B cannot be told apart: B - A is -0.2000 +- 0.2484 nats (95 %) at step 120, over 3 seeds." in words
-    assert "seed 2: B - A is -0.2000, validation +0.2000" in words
+    width = found["pairs"][1]["options"]["half_width"]
+    assert f"seed 2: B - A is -0.2000 +- {width:.4f}, validation +0.2000" in words
+    assert "With 3 seeds the interval is +- 4.3 standard errors, with 4 seeds +- 3.2. Train another seed" in words
+    words = " ".join(compared("a1 a2 --against b1 b2").split())
+    assert "With 2 seeds the interval is +- 12.7 standard errors, with 3 seeds +- 4.3. Train another seed" in words
+    assert "standard errors" not in compared("a1 a2 --against c1 c2")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +295,9 @@ def test_runs_that_read_other_windows_are_rejected(options, expected, make_run, 
         ("a b c --against a c", "RUN must be as many runs as --against has, got 3 and 2 runs. Each seed has an A and"),
         ("a --against", "got 1 and 0 runs"),
         ("[abc] short", "RUN must be two runs, got 4 runs."),
-        ("no-* b", "run must be the folder or URI of a run, or its name in runs, got no-*."),
+        ("no-* b", "RUN must match the name of a run here or in runs, got no-*, which matches none. The command "),
+        ("no-*", "RUN must match the name of a run here or in runs, got no-*, which matches none."),
+        ("[ab] --against no-*", "--against must match the name of a run here or in runs, got no-*, which matches none"),
         ("a b@80", "RUN must be a run without a checkpoint, got b@80. Write b, and --at 80."),
         ("a@best b", "RUN must be a run without a checkpoint, got a@best. Write a."),
         ("a nosuch", "run must be the folder or URI of a run"),
@@ -281,6 +323,31 @@ def test_wrong_input_is_one_sentence(line, expected, make_run, rejected):
     make_run("windows", BATCHES, val=TEXT[:-1])
     make_run("damaged", BATCHES, val=TEXT).val_losses.write_bytes(b"12345")
     assert expected in rejected(line)
+
+
+def test_a_fork_with_few_steps_of_its_own_names_its_parent(make_run, rejected):
+    make_run("con", BATCHES)
+    for name, is_weights in (("fork", False), ("weights", True)):
+        origin = Origin(place="runs/con", step=40, tokenizer="bytes", weights_only=is_weights)
+        make_run(name, np.where(np.arange(70) < 40, np.nan, BATCHES[:70]), origin=origin)
+    error = rejected("con fork")
+    assert "of which every run has the loss, got 30. The first 40 steps of " in error
+    assert "runs/fork are those of runs/con, which it starts from. " in error
+    assert error.endswith("or continue its training.\n")
+    assert rejected("con fork --at 60").endswith("Give a later --at, or none.\n")
+    assert "lost, or their steps were skipped." in rejected("con weights")
+
+
+def test_a_run_that_is_being_trained_is_to_be_waited_for(make_run, rejected):
+    make_run("a", BATCHES)
+    short, empty = make_run("short", BATCHES[:39]), make_run("empty", [])
+    assert ". Wait if a command on another machine trains it, or continue its training.\n" in rejected("a short")
+    assert rejected("a empty").endswith("or continue its training, or train it again with this version.\n")
+    with lock_run(short.path):
+        assert rejected("a short").endswith(". A command trains it: wait until it has more steps.\n")
+    assert rejected("a short").endswith(". Continue its training.\n")
+    with lock_run(empty.path):
+        assert rejected("a empty").endswith(". A command trains it: wait until it has more steps.\n")
 
 
 @pytest.mark.slow

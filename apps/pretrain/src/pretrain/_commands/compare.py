@@ -8,14 +8,16 @@ from rich.console import Console
 
 from pretrain._commands.report import matching_runs
 from pretrain._compare.comparison import ComparedRun, Comparison, Pair, compare_runs
-from pretrain._compare.paired import Interval
+from pretrain._compare.paired import Interval, t_quantile
 from pretrain._errors import UsageError, one_line, rejecting, short, shown
 from pretrain._formats import count, loss
 from pretrain._run.find import find_run, names_a_checkpoint
+from pretrain._run.lock import command_runs
 from pretrain._run.step_losses import read_step_losses, read_val_losses
 from pretrain._screen.printing import print_line
 
 _WIDTH = 80
+_FEW_SEEDS = 4  # a seed more makes the quantile of Student's t smaller by a tenth or more
 
 
 def compare(
@@ -35,7 +37,7 @@ def compare(
             have too few losses.
     """
     first = [name for pattern in runs for name in matching_runs(pattern)]
-    second = [name for pattern in against or () for name in matching_runs(pattern)]
+    second = [name for pattern in against or () for name in matching_runs(pattern, option="--against")]
     if against is None and len(first) != 2:
         given = f"{len(first)} run{'' if len(first) == 1 else 's'}"
         raise UsageError(f"RUN must be two runs, got {given}. Write: compare A B, or compare A1 A2 --against B1 B2")
@@ -70,7 +72,13 @@ def _read(name: str) -> ComparedRun:
             description=description,
             losses=read_step_losses(folder.step_losses),
             val_losses=read_val_losses(folder.val_losses, description.config.model.seq_len),
+            is_training=command_runs(folder),
         )
+
+
+def _val_steps(found: Comparison, side: int) -> list[int]:
+    """Return the steps of the validation losses of A or B, each once."""
+    return sorted({step for pair in found.pairs if (step := pair.val_steps[side]) is not None})
 
 
 def _json_line(found: Comparison) -> str:
@@ -81,6 +89,12 @@ def _paragraphs(found: Comparison) -> Iterator[str]:
     for name, (of_a, of_b) in found.differing_options.items():
         yield f"{name}: {shown(of_a)} in A, {shown(of_b)} in B"
     yield from _single(found, found.pairs[0]) if found.seeds is None else _several(found, found.seeds)
+    of_a, of_b = (_val_steps(found, side) for side in (0, 1))
+    if of_a and of_b and len({*of_a, *of_b}) > 1:
+        yield (
+            "The losses on the validation text are not compared, as they are of different steps: "
+            f"{' and '.join(map(str, of_a))} in A, and {' and '.join(map(str, of_b))} in B."
+        )
 
 
 def _single(found: Comparison, pair: Pair) -> Iterator[str]:
@@ -105,7 +119,7 @@ def _single(found: Comparison, pair: Pair) -> Iterator[str]:
             f"The {_training_losses(found, pair)}, {windows}. The interval allows for the noise of the training as far "
             "as one pair of runs shows it. Other seeds may differ by more: compare several with --against."
         )
-    if pair.unpaired_steps is not None:
+    if pair.unpaired_steps is not None and pair.unpaired_steps > found.step - found.from_step + 1:
         yield (
             f"The noise of the batches alone is {_width(pair.batches)}. If A and B had read different windows, their "
             f"mean losses over about {count(pair.unpaired_steps, exact_below=1e5)} steps would have the same noise."
@@ -139,11 +153,19 @@ def _several(found: Comparison, over_seeds: Interval) -> Iterator[str]:
         f"This is the training loss of the steps {found.from_step} to {found.step}. The interval allows for other "
         f"seeds: Student's t with {over_seeds.df} degree{'s' if over_seeds.df > 1 else ''} of freedom."
     )
+    num_seeds = len(found.pairs)
+    if not over_seeds.is_different and num_seeds <= _FEW_SEEDS:
+        yield (
+            f"With {num_seeds} seeds the interval is +- {t_quantile(over_seeds.df):.1f} standard errors, with "
+            f"{num_seeds + 1} seeds +- {t_quantile(over_seeds.df + 1):.1f}. Train another seed of A and B, and compare "
+            "again."
+        )
     if found.val_seeds is not None:
         yield f"On the validation text after the last step, {_verdict(found.val_seeds, 'A', 'B')}."
+    yield "The pairs, with the intervals of the single pairs, which do not allow for other seeds:"
     for pair in found.pairs:
         validation = "" if pair.models is None else f", validation {_nats(pair.models.mean, sign='+')}"
-        yield f"seed {pair.seeds[0]}: B - A is {_nats(pair.options.mean, sign='+')}{validation}"
+        yield f"seed {pair.seeds[0]}: B - A is {_nats(pair.options.mean, sign='+')} {_width(pair.options)}{validation}"
 
 
 def _verdict(interval: Interval, first: str = "A", second: str = "B") -> str:

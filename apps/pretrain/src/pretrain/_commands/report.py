@@ -51,14 +51,27 @@ def report(runs: Sequence[str], *, out: str | None, console: Console, clock: Cal
     return path
 
 
-def matching_runs(pattern: str) -> list[str]:
-    """Return the folders of the runs that a pattern matches, here or else in `runs`; a name that is none as it is."""
-    if not is_uri(pattern) and glob.has_magic(pattern):
-        for place in (Path(), DEFAULT_STORAGE):
-            paths = sorted(glob.glob(str(place / pattern)))  # noqa: PTH207 - takes a pattern with an absolute path
+def matching_runs(pattern: str, *, option: str = "RUN") -> list[str]:
+    """Return the folders of the runs that a pattern matches, here or else in `runs`; a name that is none as it is.
+
+    Args:
+        pattern: a name, a folder, a URI or a pattern.
+        option: the name of the argument, for the error.
+
+    Raises:
+        UsageError: no run matches the pattern.
+    """
+    if is_uri(pattern) or not glob.has_magic(pattern):
+        return [pattern]
+    for place in (Path(), DEFAULT_STORAGE):
+        for form in (pattern, glob.escape(pattern)):  # a name may have such characters itself
+            paths = sorted(glob.glob(str(place / form)))  # noqa: PTH207 - takes a pattern with an absolute path
             if found := [str(Path(path).absolute()) for path in paths if (Path(path) / "config.json").is_file()]:
                 return found
-    return [pattern]
+    raise UsageError(
+        f"{option} must match the name of a run here or in {DEFAULT_STORAGE}, got {short(pattern)}, which matches "
+        "none. The command `runs` shows the names."
+    )
 
 
 def _parse_out(out: str) -> Path:

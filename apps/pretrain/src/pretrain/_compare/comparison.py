@@ -43,6 +43,20 @@ class ComparedRun:
     val_losses: ValLosses | None
     """The losses of the validation windows after the last step; None before."""
 
+    is_training: bool | None
+    """True if a command of this machine trains the run; None if its command may be on another machine."""
+
+    @property
+    def start_step(self) -> int:
+        """The number of steps at the beginning that another run has trained, whose losses are in its folder."""
+        origin = self.description.origin
+        return 0 if origin is None else origin.start_step
+
+    @property
+    def val_step(self) -> int | None:
+        """The step after which the validation losses were measured; None before."""
+        return None if self.val_losses is None else len(self.losses)
+
     @property
     def seed(self) -> int:
         """The seed of the run."""
@@ -71,8 +85,11 @@ class Pair:
     unpaired_steps: float | None
     """Steps of runs on other windows that would have the noise of `batches`; None if the runs read other windows."""
 
+    val_steps: tuple[int | None, int | None]
+    """The last steps of A and B, after which they were validated on all validation tokens; None before."""
+
     val_losses: tuple[float, float] | None
-    """Losses of A and B on all validation tokens after their last steps; None before."""
+    """Losses of A and B on all validation tokens after their last steps; None if these are not the compared step."""
 
     models: Interval | None
     """The difference of the two trained models on the validation text: see `of_models`."""
@@ -148,10 +165,11 @@ def compare_runs(first: Sequence[ComparedRun], second: Sequence[ComparedRun], at
     steps = np.flatnonzero(~lost)
     if len(steps) < MIN_STEPS:
         raise UsageError(
-            f"runs must have at least {MIN_STEPS} steps of which every run has the loss, got {len(steps)}. The other "
-            "losses are lost, or their steps were skipped."
+            f"runs must have at least {MIN_STEPS} steps of which every run has the loss, got {len(steps)}. "
+            f"{_reason_of_few(runs, at)}"
         )
-    pairs = [_compare_pair(a, b, steps, is_at_end=at is None) for a, b in zip(first, second, strict=True)]
+    val_step = step if at is None else None
+    pairs = [_compare_pair(a, b, steps, val_step) for a, b in zip(first, second, strict=True)]
     val_differences = [pair.models.mean for pair in pairs if pair.models is not None]
     has_validations = len(pairs) > 1 and len(val_differences) == len(pairs)
     configs = (first[0].description.config, second[0].description.config)
@@ -167,14 +185,16 @@ def compare_runs(first: Sequence[ComparedRun], second: Sequence[ComparedRun], at
     )
 
 
-def _compare_pair(first: ComparedRun, second: ComparedRun, steps: NDArray[np.intp], *, is_at_end: bool) -> Pair:
+def _compare_pair(first: ComparedRun, second: ComparedRun, steps: NDArray[np.intp], val_step: int | None) -> Pair:
+    """Return the comparison of two runs on some steps, and of their validations if both are of `val_step`."""
     losses_a, losses_b = (run.losses[steps].astype(np.float64) for run in (first, second))
     num = num_recent(len(steps))
     recent_a, recent_b = losses_a[-num:], losses_b[-num:]
     batches = of_recent_batches(losses_b - losses_a)
     is_paired = first.seed == second.seed
     is_noisy = is_paired and batches.half_width > 0
-    val_losses, models = _compare_models(first, second) if is_at_end else (None, None)
+    val_steps = (first.val_step, second.val_step)
+    val_losses, models = _compare_models(first, second) if val_steps == (val_step, val_step) else (None, None)
     return Pair(
         seeds=(first.seed, second.seed),
         losses=(float(recent_a.mean()), float(recent_b.mean())),
@@ -182,6 +202,7 @@ def _compare_pair(first: ComparedRun, second: ComparedRun, steps: NDArray[np.int
         options=of_options(losses_b - losses_a),
         batches=batches,
         unpaired_steps=unpaired_steps(recent_a, recent_b, batches.half_width) if is_noisy else None,
+        val_steps=val_steps,
         val_losses=val_losses,
         models=models,
     )
@@ -275,10 +296,31 @@ def _common_step(runs: Sequence[ComparedRun], at: int | None) -> int:
     if most < MIN_STEPS:
         raise UsageError(
             f"runs must have the losses of at least {MIN_STEPS} steps (step_losses.f32), got {most} in "
-            f"{short(shortest.name)}. Continue its training, or train it again with this version."
+            f"{short(shortest.name)}. {_remedy_of_few(shortest)}"
         )
     if at is not None and not MIN_STEPS <= at <= most:
         raise UsageError(
             f"--at must be a step from {MIN_STEPS} to {most}, the last one that {short(shortest.name)} has, got {at}."
         )
     return most if at is None else at
+
+
+def _remedy_of_few(run: ComparedRun) -> str:
+    """Return what to do about a run that has too few losses."""
+    if run.is_training:
+        return "A command trains it: wait until it has more steps."
+    wait = "Wait if a command on another machine trains it, or continue" if run.is_training is None else "Continue"
+    again = "" if len(run.losses) else ", or train it again with this version"
+    return f"{wait} its training{again}."
+
+
+def _reason_of_few(runs: Sequence[ComparedRun], at: int | None) -> str:
+    """Return why runs with enough steps have too few losses in common, and what to do."""
+    fork = max(runs, key=lambda run: run.start_step)
+    if fork.description.origin is None or fork.start_step == 0:
+        return "The other losses are lost, or their steps were skipped."
+    remedy = _remedy_of_few(fork) if at is None else "Give a later --at, or none."
+    return (
+        f"The first {fork.start_step} steps of {short(fork.name)} are those of {short(fork.description.origin.place)}, "
+        f"which it starts from. {remedy}"
+    )
