@@ -119,7 +119,8 @@ def test_the_application_accepts_the_commands_of_a_page(page):
     for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.M | re.S):
         for line in block.splitlines():
             typed = line.removeprefix("$ ").partition("  #")[0]
-            if typed.startswith("uv run ") and " apps/pretrain" in typed and "--from" not in typed and "[" not in typed:
+            needs_a_run = "--from" in typed or "--config runs/" in typed
+            if typed.startswith("uv run ") and " apps/pretrain" in typed and not needs_a_run and "[" not in typed:
                 extra, words = application(typed)
                 assert extra is None or extra in EXTRAS
                 parse_command(words)
@@ -130,7 +131,7 @@ def test_the_commands_about_a_sweep_name_its_runs(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("A line of the book.\n" * 1000)
     block = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "experiments.md").read_text(), re.M | re.S)[0]
-    sweep, *others = (application(line.partition(" # ")[0])[1] for line in block.splitlines())
+    sweep, *others = (application(line)[1] for line in block.splitlines() if line.startswith("uv run "))
     assert main([*sweep, "--dry-run"]) == 0
     runs = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
     named = [word.partition("@")[0] for words in others for word in words if word.startswith("baby-book-")]

@@ -65,14 +65,13 @@ wikitext-a-longer-name-of-a-run training        750/1500 1.8123 1.9000*   768k c
 * validation loss on a part of the validation tokens (train.eval_tokens)
 """
 NARROW = """\
-run                   state        step   loss     val   age
-broken                damaged
-quickstart-builtin    finished 750/1500 1.8123  1.5117  23 h
-stopped               stopped  750/1500 1.8123 1.9000*  23 h
-silent                no sign  750/1500 1.8123 1.9000*   1 h
-                      of life
-wikitext-a-longer-nam training 750/1500 1.8123 1.9000* 1 min
-e-of-a-run
+run                             state           step     val
+broken                          damaged
+quickstart-builtin              finished    750/1500  1.5117
+stopped                         stopped     750/1500 1.9000*
+silent                          no sign of  750/1500 1.9000*
+                                life
+wikitext-a-longer-name-of-a-run training    750/1500 1.9000*
 * validation loss on a part of the validation tokens (train.eval_tokens)
 """
 
@@ -370,3 +369,20 @@ def test_a_table_with_options_fits_a_terminal(sweep, width):
     assert max(map(len, lines)) <= width
     assert lines[0].split()[:2] == ["run", "state"]
     assert ("lr" in lines[0].split()) == (width == 80)
+
+
+def test_the_name_of_a_run_is_whole_and_rare_options_and_the_data_leave_room(tmp_path):
+    name = "baby-shakespeare-lr3e-3-seed2"
+    for number in range(1, 4):
+        make_run(tmp_path / "storage" / name.replace("2", str(number)), "finished", 60)
+    fork = make_run(tmp_path / "storage" / "fork", "finished", 60)
+    description = json.loads(fork.config.read_text())
+    description["config"] |= {"data": "/a/long/path/to/another-text.txt", "from_checkpoint": name}
+    fork.config.write_text(json.dumps(description))
+    out = io.StringIO()
+    show_runs(str(tmp_path / "storage"), console=Console(file=out, force_terminal=True, width=80, color_system=None))
+    heads, *lines = out.getvalue().splitlines()
+    assert {"run", "data", "val"} <= {*heads.split()}
+    assert "from_checkpoint" not in heads
+    assert any(line.startswith(f"{name} ") for line in lines)
+    assert any(line.startswith("fork ") and " another-text " in line for line in lines)

@@ -19,6 +19,7 @@ from pyarrow.fs import FileSelector, FileType
 from rich.console import Console
 
 from pretrain._config import LENGTHS, PretrainConfig
+from pretrain._data_names import label_of, parse_data
 from pretrain._errors import UsageError, one_line, short
 from pretrain._formats import age, count, duration, loss
 from pretrain._presets import PRESETS
@@ -291,10 +292,11 @@ def _with_options(rows: Sequence[_Row]) -> list[_Row]:
 
 def _with_values(row: _Row, config: PretrainConfig, differing: Mapping[str, Sequence[Any]], number: int) -> _Row:
     every = {name: value for name, value in option_values(config).items() if changes_result(name)}
+    shown_values = {**every, "data": label_of(parse_data(config.data))}  # a path would take the whole width
     return dataclasses.replace(
         row,
         values={**{short_name(name): value for name, value in every.items()}, **row.values},
-        texts={**{short_name(name): one_line(short_value(value)) for name, value in every.items()}, **row.texts},
+        texts={**{short_name(name): one_line(short_value(value)) for name, value in shown_values.items()}, **row.texts},
         options={name: column[number] for name, column in differing.items()},
     )
 

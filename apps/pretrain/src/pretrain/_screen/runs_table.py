@@ -6,10 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# The least width of columns whose texts may be wrapped.
+# The least width of columns whose texts may be wrapped. The name of a run is not, if it leaves room for the others.
 _WRAPPED = {"run": 16, "state": 8, "device": 8}
-# A column that is not in here is that of an option. Options are left out after the columns before "val".
-_LEAST_IMPORTANT = ("device", "tokens", "time", "loss", "age")
+_OTHERS = 28
+# A column that is not in here is that of an option. An option that few runs have goes first, the others before "val".
+_LEAST_IMPORTANT = ("device", "tokens", "age", "time", "loss")
 _MOST_IMPORTANT = ("rank", "run", "runs", "state", "step")
 _LAST_LEFT_OUT = ("spread", "val")
 _TEXT_WIDTH = 12  # the least width of a text that is the value of an option
@@ -27,9 +28,12 @@ def runs_table(rows: Sequence[Mapping[str, str]], columns: Sequence[str], consol
     full = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) for name in columns}
     options = [name for name in columns if name not in (*_LEAST_IMPORTANT, *_MOST_IMPORTANT, *_LAST_LEFT_OUT)]
     wrapped = _WRAPPED | {name: max(len(name), _TEXT_WIDTH) for name in options}
+    wrapped["run"] = max(_WRAPPED["run"], console.width - _OTHERS)
+    rare = [name for name in options if sum(row.get(name, "none") != "none" for row in rows) <= len(rows) / 2]
+    common = [name for name in options if name not in rare]
     least = {name: min(width, wrapped.get(name, width)) for name, width in full.items()}
     spare = console.width + _GAP - sum(width + _GAP for width in least.values())
-    for name in (*_LEAST_IMPORTANT, *reversed(options), *_LAST_LEFT_OUT) if console.is_terminal else ():
+    for name in (*reversed(rare), *_LEAST_IMPORTANT, *reversed(common), *_LAST_LEFT_OUT) if console.is_terminal else ():
         if spare < 0 and name in least:
             spare += least.pop(name) + _GAP
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim")
