@@ -1,6 +1,7 @@
 """Windows through a real Ray cluster."""
 
 import itertools
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import ray
 from pyarrow.fs import FileSystem
 from ray import cloudpickle
 
@@ -96,6 +98,29 @@ def test_tasks_take_over_from_the_thread_at_any_step(tokens, start, first_steps)
     assert [step for step, _ in found] == [*range(start, 9)]
     windows = np.stack([windows for _, windows in found])
     np.testing.assert_array_equal(windows, expected(tokens, "shuffle", start, 9)[:, BATCH // 2 :])
+
+
+def test_a_reader_ends_while_no_cpu_is_left_for_its_tasks(tokens):
+    """As after the loss of the node with these CPUs."""
+    occupied = ray.remote(num_cpus=ray.cluster_resources()["CPU"])(_wait_for_the_end).remote()
+    deadline_s = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    try:
+        batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH, rank=0, world_size=1)
+        steps = read_steps_by_tasks(tokens, batches, start_step=0, stop_step=9, first_steps=3)
+        assert [next(steps)[0], next(steps)[0]] == [0, 1]
+        closing = threading.Thread(target=steps.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+    finally:
+        ray.cancel(occupied, force=True)
+
+
+def _wait_for_the_end() -> None:
+    time.sleep(600)
 
 
 def test_a_dataset_of_rows_has_no_steps(tokens):

@@ -1,8 +1,9 @@
 """Token windows as Ray Datasets: rows of an order, or the batches of one worker."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, get_args
 
 import numpy as np
@@ -185,12 +186,20 @@ def _hand_over(
     by_thread: Iterator[tuple[int, NDArray[np.integer]]], make_dataset: Callable[[], ray.data.Dataset]
 ) -> Iterator[tuple[int, NDArray[np.integer]]]:
     yield next(by_thread)
-    with ThreadPoolExecutor(1) as thread:
-        by_tasks = iter_steps(make_dataset())
-        first = thread.submit(next, by_tasks)
-        yield from by_thread
-        yield first.result()
-        yield from by_tasks
+    by_tasks = iter_steps(make_dataset())
+    first = Future[tuple[int, NDArray[np.integer]]]()
+    # Nobody waits for this thread at the end: if a node is lost, no CPU may be left for the tasks, and no batch comes.
+    threading.Thread(target=_read_first, args=(by_tasks, first), name="first-batch", daemon=True).start()
+    yield from by_thread
+    yield first.result()
+    yield from by_tasks
+
+
+def _read_first(steps: Iterator[Any], first: Future[Any]) -> None:
+    try:
+        first.set_result(next(steps))
+    except BaseException as error:
+        first.set_exception(error)
 
 
 def iter_steps(
