@@ -245,7 +245,7 @@ def test_wrong_options_are_rejected_with_one_sentence(exported, words, sentence,
 def test_without_the_extra_the_command_that_installs_it_is_named(exported, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", str(exported), "--tasks", "piqa"]) == 2
-    assert "Install it with `--extra eval`, as in `uv run --extra eval apps/pretrain" in capsys.readouterr().err
+    assert "Install it with the extra eval, as in `uv run --extra eval apps/pretrain" in capsys.readouterr().err
 
 
 def test_an_exported_folder_is_a_model_in_every_command(exported, model, tmp_path, capsys):

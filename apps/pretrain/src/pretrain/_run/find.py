@@ -96,7 +96,8 @@ def find_unless_published(name: str, find: Callable[[str], T]) -> T | None:
     Raises:
         UsageError: there is no such run, and the name is none of weights.
     """
-    config, is_run = Path(name) / "config.json", "/" not in name and (DEFAULT_STORAGE / name).is_dir()
+    config = Path(name) / "config.json"
+    is_run = "/" not in name and (DEFAULT_STORAGE / config).is_file()
     if config.is_file() and "model_type" in _object(config) and not is_run:
         return None
     try:
