@@ -83,7 +83,8 @@ def test_each_wait_for_nodes_has_its_own_line_and_limit(monkeypatch, wait_s):
     decision = wait = NoopDecision()
     method = "make_decision_for_non_running_worker_group"
     monkeypatch.setattr(ElasticScalingPolicy, method, lambda self: decision)
-    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    pauses: list[float] = []
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s, sleep=pauses.append)
     monkeypatch.setattr("ray_jax_launch._ray_internals.ray_train.time", clock)
     policy = WaitingPolicy(ScalingConfig(num_workers=(1, 2)), lines.append, lambda: None, wait_s)
     what = "the cluster has too few free resources for 1 workers"
@@ -95,6 +96,7 @@ def test_each_wait_for_nodes_has_its_own_line_and_limit(monkeypatch, wait_s):
         decision = start
         assert policy.make_decision_for_non_running_worker_group() == start
         decision = wait
+        assert pauses == [0.1] * 4 * (number + 1)  # Ray asks again at once
     clock.now_s = 9000.0
     policy.make_decision_for_non_running_worker_group()
     clock.now_s += wait_s + 1

@@ -165,6 +165,7 @@ class WaitingPolicy(ElasticScalingPolicy):
         wait_s: seconds to wait, at the start and each time that too few nodes are left.
     """
 
+    _ASK_EVERY_S = 0.1  # Ray's controller asks again at once, and would use a whole CPU
     _QUIET_S = 10.0  # the coordinator of resources needs some seconds to answer
 
     def __init__(
@@ -207,6 +208,7 @@ class WaitingPolicy(ElasticScalingPolicy):
         if now - self._since_s > self._QUIET_S and not self._has_logged:
             self._has_logged = True
             self._on_wait(f"{what}; waiting up to {self._wait_s:.0f} s for more")
+        time.sleep(self._ASK_EVERY_S)
         return decision
 
 
