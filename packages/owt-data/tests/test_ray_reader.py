@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -110,6 +111,7 @@ def test_a_reader_ends_while_no_cpu_is_left_for_its_tasks(tokens):
     try:
         batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH, rank=0, world_size=1)
         steps = read_steps_by_tasks(tokens, batches, start_step=0, stop_step=9, first_steps=3)
+        assert isinstance(steps, Generator)
         assert [next(steps)[0], next(steps)[0]] == [0, 1]
         closing = threading.Thread(target=steps.close, daemon=True)
         closing.start()
