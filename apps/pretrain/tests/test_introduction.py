@@ -60,5 +60,5 @@ def test_the_introduction_of_a_stream_that_continues(tmp_path):
         "the run continues from its newest checkpoint",
         "changed since the last start: hardware 'local' -> 'auto', train.log_every 3 -> 25, "
         "train.checkpoints_to_keep 5 -> 2",
-        "the next save keeps the newest 2 checkpoints, and deletes the older ones",
+        "the next save deletes all but the newest 2 checkpoints, the best one and those kept for good",
     ]
