@@ -80,4 +80,5 @@ def _show_changes(before: PretrainConfig, config: PretrainConfig, console: Conso
         print_line(console, f"changed since the last start: {', '.join(changed)}")
     kept = config.train.checkpoints_to_keep
     if kept is not None and kept < (before.train.checkpoints_to_keep or math.inf):
-        print_line(console, f"the next save deletes all but the newest {kept} checkpoints, the best one and those kept for good")
+        others = "the best one and those kept for good"
+        print_line(console, f"the next save deletes all but the newest {kept} checkpoints, {others}")
