@@ -284,7 +284,7 @@ def test_an_elastic_group_waits_as_long_as_the_launch_and_sends_its_lines_and_re
     rays_trainer: Callable[..., Any],
 ) -> None:
     """Lost nodes come back within four minutes, also for a launch that does not wait for nodes at its start."""
-    clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s)
+    clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s, sleep=lambda seconds: None)
     for module in ("_ray_internals.ray_train", "_train.restart_policy"):
         monkeypatch.setattr(f"ray_jax_launch.{module}.time", clock)
     for kind, decision in (("non_running", NoopDecision()), ("running", ResizeDecision(3, {"CPU": 1}))):
