@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import subprocess
 import tarfile
 import tempfile
 import tomllib
@@ -29,7 +30,13 @@ MEMBERS = {
 }
 INTEGRATION = "integration"
 PARTS = [*MEMBERS, INTEGRATION]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 REQUIREMENTS = ROOT / "deploy" / "requirements.txt"
+ACCELERATORS = ["cuda12", "cuda13", "tpu"]
+# What an extra brings.
+MODULES = {
+    "cluster": "aiohttp_cors", "eval": "lm_eval", "hub": "huggingface_hub", "trackio": "trackio", "wandb": "wandb",
+}  # fmt: skip
 FAULTS = ROOT / "benchmarks" / "results" / "faults.md"
 
 # JAX uses the CPU, even where there is an accelerator. Ray's workers use the session's environment, not `uv run`.
@@ -255,15 +262,54 @@ def build(session: nox.Session) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Regenerate deploy/requirements.txt, and fail if it was out of date."""
-    before = REQUIREMENTS.read_text() if REQUIREMENTS.exists() else ""
-    session.run(
-        "uv", "export", "--quiet", "--package", "pretrain", "--extra", "cluster", "--no-dev", "--no-emit-workspace",
-        "--no-header", "--no-annotate", "--output-file", str(REQUIREMENTS),
-        external=True,
+    """Regenerate the requirements in `deploy`, and fail if they were out of date."""
+    base = requirements(session)
+    texts = {REQUIREMENTS: base}
+    for name in ACCELERATORS:
+        texts[REQUIREMENTS.with_stem(f"requirements-{name}")] = [
+            block for block in requirements(session, "--extra", name) if block not in base
+        ]
+    stale = [path for path, blocks in texts.items() if not path.exists() or path.read_text() != "".join(blocks)]
+    for path in stale:
+        path.write_text("".join(texts[path]))
+    if stale:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+        session.error(f"{names} were out of date; they are regenerated, commit them")
+
+
+def requirements(session: nox.Session, *extras: str) -> list[str]:
+    """Return the locked packages of the application for a cluster, each with its hashes."""
+    text = session.run(
+        "uv", "export", "--quiet", "--package", "pretrain", "--extra", "cluster", *extras, "--no-dev",
+        "--no-emit-workspace", "--no-header", "--no-annotate",
+        external=True, silent=True, log=False,
     )  # fmt: skip
-    if REQUIREMENTS.read_text() != before:
-        session.error("deploy/requirements.txt was out of date; it is regenerated, commit it")
+    return re.findall(r"^\S.*\n(?:\s+.*\n)*", str(text), re.M)
+
+
+@nox.session(python=re.findall(r"^FROM python:([\d.]+)", DOCKERFILE.read_text(), re.M), venv_params=["--seed"])
+def image(session: nox.Session) -> None:
+    """Build the image and train in it, or run its steps in a new environment where Docker does not run."""
+    accelerator = " ".join(session.posargs)
+    train = ["pretrain", "--hardware", "cpu:1", "--train.max-steps", "20"]
+    if shutil.which("docker") and subprocess.run(["docker", "info"], capture_output=True).returncode == 0:
+        argument, tag = f"ACCELERATOR={accelerator}", "gpt2-on-ray:test"
+        session.run("docker", "build", "-f", DOCKERFILE, "--build-arg", argument, "-t", tag, ROOT, external=True)
+        session.run("docker", "run", "--rm", "--shm-size=2g", tag, *train, external=True)
+        return
+    environment = TEST_ENV | {"ACCELERATOR": accelerator}
+    with tempfile.TemporaryDirectory() as folder:
+        steps = DOCKERFILE.read_text().replace("\\\n", " ").replace("/build", f"{folder}/build")
+        for instruction, rest in re.findall(r"^(COPY|RUN) (.*)", steps, re.M):
+            if instruction == "COPY":
+                pattern, target = rest.split()
+                Path(target).mkdir(parents=True, exist_ok=True)
+                for path in ROOT.glob(pattern):
+                    shutil.copytree(path, target, dirs_exist_ok=True) if path.is_dir() else shutil.copy(path, target)
+            elif rest.startswith("pip "):
+                session.run("sh", "-ec", rest, env=environment, external=True)
+        with session.chdir(folder):
+            session.run(*train, env=environment)
 
 
 @nox.session
@@ -308,7 +354,9 @@ def build_files(session: nox.Session, names: list[str]) -> None:
             staged = Path(folder) / name
             shutil.copytree(ROOT / MEMBERS[name], staged, ignore=shutil.ignore_patterns("tests", "__pycache__"))
             readme = staged / "README.md"
-            readme.write_text(absolute_links(readme.read_text(), address))
+            readme.write_text(
+                absolute_links(readme.read_text(), address).replace("git+REPOSITORY", f"git+{repository()}")
+            )
             urls = {"Repository": repository(), "Changelog": f"{address}/CHANGELOG.md"}
             with (staged / "pyproject.toml").open("a") as project:
                 project.write("\n[project.urls]\n" + "".join(f'{key} = "{url}"\n' for key, url in urls.items()))
@@ -336,21 +384,46 @@ def members_of(archive: str) -> list[str]:
 
 def rehearse(session: nox.Session) -> None:
     """Install the built packages in a new environment, away from this clone, and train the quickstart with them."""
-    with tempfile.TemporaryDirectory() as folder:
-        session.chdir(folder)
-        session.run_install("uv", "venv", "--quiet", "new", external=True)
-        session.run_install(
-            "uv", "pip", "install", "--quiet", "--python", "new", "--find-links", str(ROOT / "dist"), "pretrain",
-            external=True,
-        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, session.chdir(folder):
+        install_built(session, "pretrain")
         session.run("new/bin/pretrain", "--hardware", "local", external=True, env=TEST_ENV)
         session.run("new/bin/pretrain", "sample", "quickstart-builtin", external=True, env=TEST_ENV)
         session.run("new/bin/owt-data", "--help", external=True, silent=True)
-        examples = [("nnx-gpt2", "packages/nnx-gpt2"), ("ray-jax-launch", "packages/ray-jax-launch")]
-        for name, place in [*examples, ("owt-data", "packages/owt-data"), ("pretrain", "apps/pretrain")]:
-            blocks = re.findall(r"```python\n(.*?)```", (ROOT / place / "README.md").read_text(), re.S)
-            Path(f"example-{name}.py").write_text("\n".join(blocks))  # not the name of a module
-            session.run("new/bin/python", f"example-{name}.py", external=True, env=TEST_ENV)
+        for name in MEMBERS:
+            run_readme(session, name)
+
+
+def install_built(session: nox.Session, package: str, *options: str) -> None:
+    """Install a package of `dist` in the environment `new` of the working folder."""
+    session.run_install("uv", "venv", "--quiet", "--allow-existing", "new", external=True)
+    found = ("--python", "new", "--find-links", str(ROOT / "dist"))
+    session.run_install("uv", "pip", "install", "--quiet", *found, *options, package, external=True)
+
+
+def run_readme(session: nox.Session, name: str) -> None:
+    """Run the Python examples of a package's README with the environment `new`."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / MEMBERS[name] / "README.md").read_text(), re.S)
+    Path(f"example-{name}.py").write_text("\n".join(blocks))  # not the name of a module
+    session.run("new/bin/python", f"example-{name}.py", external=True, env=TEST_ENV)
+
+
+@nox.session
+@each([*MEMBERS])
+def wheels(session: nox.Session, part: str) -> None:
+    """Install a wheel and its extras in an empty environment, with the lowest and the newest dependencies."""
+    session.install("twine>=6")
+    build_files(session, [*MEMBERS])
+    project = tomllib.loads((ROOT / MEMBERS[part] / "pyproject.toml").read_text())["project"]
+    for resolution in ("lowest-direct", "highest"):
+        with tempfile.TemporaryDirectory() as folder, session.chdir(folder):
+            install_built(session, part, "--resolution", resolution)
+            run_readme(session, part)
+            for extra in project.get("optional-dependencies", {}):
+                # A CUDA library alone has gigabytes: its versions are resolved, not installed.
+                dry = ["--dry-run"] if extra in ACCELERATORS else []
+                install_built(session, f"{part}[{extra}]", "--resolution", resolution, *dry)
+                if extra in MODULES:
+                    session.run("new/bin/python", "-c", f"import {MODULES[extra]}", external=True, env=TEST_ENV)
 
 
 @nox.session

@@ -208,7 +208,26 @@ def test_the_readme_lists_every_file_of_the_folder():
 
 
 def test_the_image_installs_the_requirements_by_hash():
-    assert "--require-hashes --requirement /build/requirements.txt" in DOCKERFILE
+    install, members = re.findall(r"^RUN (pip install .*)", DOCKERFILE.replace("\\\n", ""), re.M)
+    assert "--require-hashes --requirement /build/requirements.txt " in install
+    assert "${ACCELERATOR:+--requirement /build/requirements-$ACCELERATOR.txt}" in install
+    assert "--no-deps" in members
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "needed"),
+    [
+        ("cuda12", {"jax-cuda12-pjrt", "jax-cuda12-plugin", "nvidia-cudnn-cu12", "nvidia-nccl-cu12"}),
+        ("cuda13", {"jax-cuda13-pjrt", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"}),
+        ("tpu", {"libtpu"}),
+    ],
+)
+def test_the_requirements_of_an_accelerator_add_to_those_of_all_nodes(accelerator, needed):
+    added = (ROOT / "deploy" / f"requirements-{accelerator}.txt").read_text()
+    names = set(re.findall(r"^([\w-]+)==", added, re.M))
+    assert needed <= names
+    common = set(re.findall(r"^([\w-]+)==", (ROOT / "deploy" / "requirements.txt").read_text(), re.M))
+    assert not names & common
 
 
 @pytest.mark.parametrize("folder", ["packages", "apps"])
