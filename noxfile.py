@@ -354,9 +354,8 @@ def build_files(session: nox.Session, names: list[str]) -> None:
             staged = Path(folder) / name
             shutil.copytree(ROOT / MEMBERS[name], staged, ignore=shutil.ignore_patterns("tests", "__pycache__"))
             readme = staged / "README.md"
-            readme.write_text(
-                absolute_links(readme.read_text(), address).replace("git+REPOSITORY", f"git+{repository()}")
-            )
+            text = readme.read_text().replace("git+REPOSITORY", f"git+{repository()}")
+            readme.write_text(absolute_links(text, address))
             urls = {"Repository": repository(), "Changelog": f"{address}/CHANGELOG.md"}
             with (staged / "pyproject.toml").open("a") as project:
                 project.write("\n[project.urls]\n" + "".join(f'{key} = "{url}"\n' for key, url in urls.items()))
