@@ -35,6 +35,20 @@ TINY = [
 ]  # fmt: skip
 
 
+def test_the_page_of_rays_version_lists_what_is_replaced_in_ray():
+    text = (ROOT / "docs" / "decisions" / "ray-version.md").read_text()
+    rows = re.findall(r"^\|.*", re.search(r"^## What is replaced\n(.*?)^## ", text, re.M | re.S)[1], re.M)
+    listed = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", "".join(rows)))))
+    package = ROOT / "packages" / "ray-jax-launch" / "src" / "ray_jax_launch"
+    sources = [path.read_text() for path in package.rglob("*.py")]
+    assert sorted(name for name in listed if not any(name in source for source in sources)) == []
+    internals = "".join(path.read_text() for path in (package / "_ray_internals").iterdir() if path.suffix == ".py")
+    imported = set(re.findall(r"\w+", " ".join(re.findall(r"^from ray\.\S+ import (.*)", internals, re.M))))
+    assigned = re.findall(r"^ +(\w+)\.\w+ = ", internals, re.M)
+    subclassed = re.findall(r"^class \w+\((\w+)\):", internals, re.M)
+    assert sorted({*assigned, *subclassed} & imported - listed) == []
+
+
 def application(command):
     """The extra of a command and the arguments of the application."""
     program, subcommand, *words = shlex.split(command)
