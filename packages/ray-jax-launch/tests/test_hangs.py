@@ -60,7 +60,7 @@ def train(config: dict[str, Any]) -> Any:
         if start:
             total = checkpoints.restore(start, {"state": {"total": total}})["state"]["total"]
         for step in range(start + 1, LAST + 1):
-            if step == HANG_AT and rank == 1 and (config["always"] or not start):
+            if step == HANG_AT and rank == 1 and (config["always"] or not start) and how != "after the last step":
                 wait_for_data(how)
             total = step_of(total, ones)
             time.sleep(0.1)
@@ -69,6 +69,9 @@ def train(config: dict[str, Any]) -> Any:
             if step % 20 == 0:
                 checkpoints.save(step, {"state": {"total": total}}, metadata={})
             log_metrics({"step": step})
+    if how == "after the last step" and rank == 1 and not start:
+        time.sleep(5)  # the other has returned
+        wait_for_data("stopped")
     return float(total)
 
 
@@ -139,6 +142,19 @@ def test_data_that_never_comes_restarts_the_group_with_the_stack_that_says_where
     assert ", in wait_for_data\n" in stacks[1]
     assert " (usual: 0." in line
     assert "), although all workers answer; the workers start again (failure 1 of at most 3 " in line
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_worker_that_is_stopped_when_the_other_has_returned_starts_the_group_again(run, record_property):
+    record_property("fault", "SIGSTOP of a worker after the last step, when the other has returned")
+    record_property("lost", "steps since the last checkpoint")
+    result, messages, events = run("after the last step", max_failures=1)
+    assert result.return_value == 2 * LAST
+    assert len(events) == 1
+    (line,) = messages  # none of the workers can send a stack
+    assert f" after step {LAST} (usual: 0." in line
+    assert "): worker 1 does not answer; the workers start again (failure 1 of at most 1 " in line
 
 
 @pytest.mark.slow

@@ -157,6 +157,31 @@ def test_a_worker_that_has_returned_and_is_silent_is_no_hang():
     assert group.live(10_000) is None
 
 
+def test_a_worker_that_is_stopped_after_another_has_returned_is_noticed_after_five_times_as_long():
+    group = Group()
+    group.live(30, advancing=(0, 1, 2))
+    group.watchdog.beat("first", 3, 1, Beat(30, 530, False, 0.4, has_ended=True), "b")
+    group.silent = {1}
+    assert group.live(1000) is None  # the others do long work, and answer
+    group.silent = {1, 2}
+    noticed = group.live(1000)
+    assert noticed is not None
+    assert 299 <= noticed[0] <= 303
+    assert noticed[1].handles == ["a", "b", "c"]
+    assert noticed[1].lines == ["stack of worker 0:\nloop of 0"]
+    assert group.asked == [0]
+    assert group.watchdog.end_group().endswith(": worker 2 does not answer")
+
+
+def test_a_group_of_which_all_workers_have_returned_is_no_hang():
+    group = Group()
+    group.live(30, advancing=(0, 1, 2))
+    for rank, handle in enumerate(group.handles):
+        group.watchdog.beat("first", 3, rank, Beat(30, 530, False, 0.4, has_ended=True), handle)
+    group.silent = {0, 1, 2}
+    assert group.live(10_000) is None
+
+
 def test_a_worker_without_a_first_step_is_no_hang():
     group = Group()
     group.silent = {2}  # it compiles, and has sent nothing

@@ -74,8 +74,8 @@ class Watchdog:
     Args:
         timeout_s: seconds without a step after which a group hangs, if a worker does not answer. While all workers
             answer, and in work that is no step, it is five times as long; in any case at least 20 times the usual time
-            of a step. In work that is no step, only a worker that does not answer hangs. In a large group it is longer
-            by the time between two beats of a worker. None never.
+            of a step. In work that is no step, and once a worker has returned, only a worker that does not answer
+            hangs. In a large group it is longer by the time between two beats of a worker. None never.
         clock: returns seconds.
     """
 
@@ -125,9 +125,8 @@ class Watchdog:
         now_s = self._clock()
         self._now_s += min(now_s - self._looked_s, _LONGEST_TICK_S)
         self._looked_s = now_s
-        workers = self._workers
-        is_complete = 0 < len(workers) == self._size
-        if self._timeout_s is None or not is_complete or any(one.beat.has_ended for one in workers.values()):
+        workers = {rank: one for rank, one in self._workers.items() if not one.beat.has_ended}
+        if self._timeout_s is None or not workers or len(self._workers) < self._size:
             self._calm_down()
             return None
         # The beats of a large group come less often.
@@ -137,7 +136,7 @@ class Watchdog:
         # The last word of a worker may be older than its state. That of a silent one does not count beside others.
         heard = [one for rank, one in workers.items() if rank not in silent] or [*workers.values()]
         said = {one.beat.is_training for one in heard}
-        is_step = said == {True}
+        is_step = said == {True} and len(workers) == self._size  # after a return, the others do what it left to them
         long_s = self._timeout_s * _PATIENCE
         if not is_step and all(self._now_s - one.answered_s < long_s + late_s for one in workers.values()):
             self._calm_down()
@@ -163,7 +162,7 @@ class Watchdog:
         if self._asked_s is None or self._has_asked:
             return []
         self._has_asked = True
-        return [one.handle for one in self._workers.values() if one.handle is not None]
+        return [one.handle for one in self._workers.values() if one.handle is not None and not one.beat.has_ended]
 
     def _calm_down(self) -> None:
         self._asked_s, self._has_asked, self._has_told = None, False, False

@@ -300,8 +300,8 @@ def watch_steps(is_training: bool) -> None:
     """Tell the watchdog of `launch(hang_timeout_s=)` whether the loop computes steps from now on.
 
     Call it with False before work that is no step, such as a validation, and with True after it: such work may take any
-    time. The methods of `Checkpoints` need no call. The watch begins with the first `stop_requested`, and ends when the
-    loop returns. Without `hang_timeout_s` this does nothing.
+    time while the process answers. The methods of `Checkpoints` need no call. The watch begins with the first
+    `stop_requested`, and ends when the loop returns. Without `hang_timeout_s` this does nothing.
 
     Args:
         is_training: whether the loop computes steps.
