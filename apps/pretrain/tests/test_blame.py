@@ -1,9 +1,11 @@
 """The command `blame`, on a run that reads a document of random characters."""
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
+import math
 import random
 import re
 
@@ -12,6 +14,9 @@ import pytest
 
 from owt_data import Batches, load_tokenizer, open_tokens, read_steps
 from pretrain import main
+from pretrain._audit.blamed_step import BlamedStep, Comparison
+from pretrain._audit.suspects import Suspect
+from pretrain._commands.blame import _lines as blame_lines
 from pretrain._run.spikes import THRESHOLD, spike_scores
 from pretrain._run.step_losses import read_step_losses
 
@@ -143,6 +148,43 @@ def test_tables_show_the_text_of_the_documents_and_both_curves(trained, blamed, 
         lines = text.splitlines()
         assert re.fullmatch(rf"without it, the loss of step {step} is .* before it: no spike", lines[-1])
         assert [int(line.split()[0]) for line in lines[-4:-1]] == [step, step + 1, step + 2]
+
+
+@pytest.mark.parametrize(("num_steps", "end"), [(3, []), (4, ["the run ends at step 9"])])
+def test_the_tables_have_a_legend_and_the_end_of_the_run(num_steps, end):
+    suspect = Suspect(
+        id="w1", windows=[1], num_tokens=48, loss=2.5, excess=0.25, share=0.5, norm=1.0, source=None, text="a\nb"
+    )
+    compared = Comparison(
+        ids=("w1",), num_windows=1, losses=[2.0, 1.0, math.nan], without=[1.5, 1.0, 1.25], score_without=None
+    )
+    found = BlamedStep(
+        step=7, loss=2.0, score=None, checkpoint=None, largest_difference=0.0, grad_norm=0.5, windows=[suspect] * 2,
+        documents=[dataclasses.replace(suspect, id="d3", source="a.jsonl:3")], comparison=compared,
+    )  # fmt: skip
+    lines = [*blame_lines(found, 1, "loss", num_steps, "blame run --step 7")]
+    assert lines == [
+        "step 7 has the loss 2.0000 (no score in the first 50 steps); norm of its gradient 0.5",
+        "computed from the random parameters of the start: the steps 1 to 6 have the losses of the run, to the bit",
+        "",
+        "1 of 2 windows, by what they add to the mean loss",
+        "id      loss      adds  gradient  tokens  text",
+        "w1    2.5000   +0.2500     50.0%      48  a\N{RETURN SYMBOL}b",
+        "",
+        "1 documents, by what they add to the mean loss",
+        "id      loss      adds  gradient  tokens  text",
+        "d3    2.5000   +0.2500     50.0%      48  a\N{RETURN SYMBOL}b",
+        "    a.jsonl:3",
+        "",
+        "without w1: another window takes the place of 1 window",
+        "step      loss   without  * loss, o without",
+        f"   7    2.0000    1.5000  {' ' * 15}o{' ' * 14}*",
+        "   8    1.0000    1.0000  o",
+        f"   9         -    1.2500  {' ' * 8}o",
+        *end,
+    ]
+    found = dataclasses.replace(found, comparison=None)
+    assert [*blame_lines(found, 1, "loss", num_steps, "C")][-1] == "without the first document: C --without d3"
 
 
 def test_the_steps_with_all_windows_are_those_of_the_run_to_its_end(trained, blame):

@@ -200,8 +200,10 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--data-mode streams", "--data-mode must be prepared or stream, got streams. Did you mean stream?"),
         (
             "--trackers tensorboard wandbs",
-            "--trackers must be any of tensorboard, wandb or trackio, got wandbs. Did you mean wandb?",
+            "--trackers must be any of tensorboard, wandb or trackio, or no value, got wandbs. Did you mean wandb?",
         ),
+        ("--trackers none", "--trackers must be any of tensorboard, wandb or trackio, or no value, got none."),
+        ("--name a@b", "name must have no @, got a@b. RUN@STEP names a checkpoint of a run."),
         ("--dashboard=1", "--dashboard must have no value, got 1. Write --dashboard or --no-dashboard."),
         ("--no-dashboard=1", "--no-dashboard must have no value, got 1. Write --dashboard or --no-dashboard."),
         (

@@ -15,6 +15,7 @@ from pretrain._config import with_vocab_size
 from pretrain._run.description import DataDescription, Origin, describe, write_description
 from pretrain._run.folder import RunFolder
 from pretrain._run.lock import lock_run
+from pretrain._run.result import RunResult, write_result
 from pretrain._run.step_losses import ValLosses, write_step_losses, write_val_losses
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "compare.py"
@@ -52,6 +53,7 @@ def make_run(tmp_path, monkeypatch):
         write_step_losses(folder.step_losses, 1, [float(value) for value in losses])
         if val is not None:
             write_val_losses(folder.val_losses, ValLosses(losses=val.astype(np.float32), last_count=last_count))
+            write_result(folder, RunResult(steps=len(losses), metrics={}, restarts=0, workers=1))
         return folder
 
     return make
@@ -93,7 +95,7 @@ def test_the_better_run_is_named_with_its_interval(make_run, compared):
     make_run("a", BATCHES, val=TEXT)
     make_run("b", BATCHES + better(0.5), val=TEXT - 0.4 + series(0.01, 3, WINDOWS), rate=2e-3)
     words = " ".join(compared("a b").split())
-    assert "optimizer.learning_rate: 0.001 in A, 0.002 in B" in words
+    assert "optimizer.learning_rate: 1e-3 in A, 2e-3 in B" in words
     assert "B is better by 0.43" in words
     assert "at step 120. The training losses of the steps 91 to 120 are 2." in words
     assert "on the same windows. The interval allows for the noise of the training as far as one pair of runs" in words
@@ -131,7 +133,7 @@ def test_models_that_differ_on_the_validation_text_are_not_called_alike(make_run
     make_run("a", BATCHES, val=TEXT)
     make_run("b", BATCHES + series(0.3, 2), val=TEXT - 0.4 + series(0.01, 3, WINDOWS), rate=2e-3)
     words = " ".join(compared("a b").split())
-    _, _, first = words.partition("0.002 in B ")
+    _, _, first = words.partition("2e-3 in B ")
     assert first.startswith("The model of B is better by 0.40")
     assert "on the validation text. One pair of runs cannot say whether the options are the cause." in first
     assert "cannot be told apart" not in words
@@ -226,6 +228,16 @@ def test_validations_after_different_steps_are_not_compared(make_run, compared):
     assert "of different steps: 100 and 120 in A, and 100 and 120 in B." in " ".join(
         compared("a c --against b d").split()
     )
+
+
+def test_the_validation_before_an_extension_is_not_that_of_the_present_step(make_run, compared):
+    """Until its new end, an extended run has the losses of its former last step, and no result."""
+    make_run("a", BATCHES, val=TEXT)
+    extended = make_run("b", BATCHES + better(0.5), val=TEXT + 1, rate=2e-3)
+    assert "the model of A is better" in " ".join(compared("a b").split())
+    extended.delete_result()
+    assert "validation text" not in compared("a b")
+    assert json.loads(compared("a b --json"))["pairs"][0]["val_steps"] == [120, None]
 
 
 def test_steps_without_a_loss_are_left_out(make_run, compared):

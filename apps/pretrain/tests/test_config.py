@@ -67,6 +67,8 @@ def test_bad_train_fields_are_named(fields, message):
             {"name": "../x"},
             "name must be a printable text that begins with no dot or space and has no / and ? in it, got '",
         ),
+        ({"name": "a@b"}, "name must have no @, got a@b. RUN@STEP names a checkpoint of a run."),
+        ({"name": "parent@8"}, "name must have no @, got parent@8."),
         ({"name": ""}, "name must be a printable text"),
         ({"name": "a\nb"}, "name must be a printable text"),
         ({"name": "\udcff"}, "name must be a text in UTF-8 or none, got"),

@@ -40,18 +40,18 @@ DAMAGE = {
     "unknown phase": '{"step": 1, "time_s": 1.0, "phase": "resting"}\n',
     "many workers": f'{{"step": 1, "time_s": 1.0, "workers": {HUGE}, "devices": {HUGE}, "device": "cpu"}}\n',
 }
-RESULT = {"steps": 1, "metrics": {"loss": 1.0}, "wall_s": 1.0, "restarts": 0, "workers": 1}
+RESULT = {"steps": 1, "metrics": {"loss": 1.0}, "restarts": 0, "workers": 1}
 RESULTS = {
     "too deep": DEEP,
     "huge steps": json.dumps(RESULT | {"steps": 10**400}),
     "huge loss": json.dumps(RESULT | {"metrics": {"loss": 10**400}}),
-    "large times": json.dumps(RESULT | {"wall_s": 1e300, "seconds": {"training": 1e300}}),
+    "large times": json.dumps(RESULT | {"tokens_per_s": 1e300, "seconds": {"training": 1e300}}),
     "no time": json.dumps(RESULT | {"began_at": "soon", "ended_at": "x"}),
 }
 # Values of the right type that no run writes.
 IMPOSSIBLE = {
     "infinite time": {"seconds": {"training": float("inf")}},
-    "no number": {"wall_s": float("nan")},
+    "no number": {"tokens_per_s": float("nan")},
     "negative time": {"seconds": {"training": -5.0, "saving": 5.0}},
     "negative steps": {"steps": -1},
     "infinite loss": {"metrics": {"loss": float("inf")}},

@@ -149,8 +149,8 @@ def test_another_learning_rate_shows_in_the_loss_after_the_first_update(diff, fa
     assert (code, found["first"]["kind"], found["first"]["step"]) == (1, "loss", 2)
     out = diff("whole", "rate")[1]
     # What differs in the options is said first.
-    before, after = found["settings"]["optimizer.learning_rate"]
-    assert out.splitlines()[2] == f"optimizer.learning_rate: {before} in A, {after} in B"
+    assert found["settings"]["optimizer.learning_rate"] == [0.002, 0.003]
+    assert out.splitlines()[2] == "optimizer.learning_rate: 2e-3 in A, 3e-3 in B"
     assert "The runs first differ at step 2: its loss is " in out
     assert "The positions of the windows of 13 records are equal." in out
     assert "The arrays of the checkpoints first differ at step 4." in out

@@ -29,7 +29,6 @@ RESULT = RunResult(
     last_val_loss=1.61965,
     last_val_step=1500,
     seconds={"starting": 20.0, "training": 175.0, "evaluating": 5.0, "saving": 0.5},
-    wall_s=204.0,
     restarts=0,
     workers=1,
 )
@@ -184,8 +183,8 @@ def test_a_validation_is_on_whole_windows(folder, eval_tokens, part):
 
 
 def test_the_end_of_a_run_whose_files_have_little_tells_what_they_have(folder):
-    result = RunResult(steps=None, metrics={}, wall_s=204.0, restarts=None, workers=None)
-    assert shown(folder, result).splitlines()[:2] == ["done in 3:24", "─" * 36 + " sample " + "─" * 36]
+    result = RunResult(steps=None, metrics={}, restarts=None, workers=None)
+    assert shown(folder, result).splitlines()[:2] == ["done", "─" * 36 + " sample " + "─" * 36]
     validated = dataclasses.replace(result, best_val_loss=1.5, best_val_step=7, last_val_loss=1.75, last_val_step=9)
     timed = dataclasses.replace(validated, steps=9, seconds={"training": 99.0, "saving": 0.0, "evaluating": 1.0})
     assert shown(folder, timed).splitlines()[:4] == [

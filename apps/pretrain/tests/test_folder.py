@@ -84,6 +84,8 @@ def test_the_runs_beside_a_name_that_does_not_exist_are_told_the_newest_first(
             os.utime(config, (1000.0 - age, 1000.0 - age))
     with pytest.raises(UsageError, match="runs has h, c, j, a, d, g, b, i and 2 more"):
         find_run("absent")
+    with pytest.raises(UsageError, match=r"got first@3\. This command takes a run: leave out what follows the @\.$"):
+        find_run("first@3")
     with pytest.raises(UsageError, match="elsewhere has m, k, l"):
         find_run(str(tmp_path / "elsewhere" / "absent"))
 
@@ -104,13 +106,13 @@ def test_the_report_sums_up_the_run(tmp_path):
     phases += [(5, 1016.0, "training"), (10, 1020.0, "evaluating"), (10, 1021.0, "finished")]
     for step, time_s, phase in phases:
         append_line(folder.phases, {"step": step, "time_s": time_s, "phase": phase})
-    result = write_result_and_picture(folder, "mine", wall_s=12.34)
+    result = write_result_and_picture(folder, "mine")
     assert result == RunResult(
         steps=10,
         metrics={
             "val_loss": 1.7, "loss": 1.5, "full_val_loss": 1.8, "full_val_bits_per_byte": 2.6, "step_s": 0.25,
         },
-        wall_s=12.3, restarts=1, workers=2, num_params=834432, tokens=640, epochs=0.5,
+        restarts=1, workers=2, num_params=834432, tokens=640, epochs=0.5,
         full_val_loss=1.8, full_val_bits_per_byte=2.6,
         best_val_loss=1.6, best_val_step=5, last_val_loss=1.7, last_val_step=10,
         began_at="1970-01-01T00:16:40+00:00", ended_at="1970-01-01T00:17:01+00:00",
@@ -131,7 +133,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_keep_a_run_from_being_finished(
     folder.metrics.write_text('{"step": 0, "val_loss": NaN}\n{"step": 10, "loss": 1.5}\n')
     folder.starts.write_text('{"step": 0, "workers": 1}\n')
     folder.loss_picture.mkdir()
-    assert write_result_and_picture(folder, "mine", wall_s=1.0) == read_result(folder)
+    assert write_result_and_picture(folder, "mine") == read_result(folder)
     (warning,) = caplog.messages
     assert warning.startswith(f"the run goes on without the picture {folder.loss_picture}: ")
 
@@ -144,11 +146,10 @@ def test_a_run_whose_metrics_are_lost_can_be_finished(tmp_path, caplog, contents
     folder = described(tmp_path)
     for path in (folder.metrics, folder.starts, folder.phases, folder.samples):
         path.write_bytes(contents)
-    result = write_result_and_picture(folder, "mine", wall_s=1.0)
+    result = write_result_and_picture(folder, "mine")
     assert result == RunResult(
         steps=None,
         metrics={},
-        wall_s=1.0,
         restarts=None,
         workers=None,
         num_params=834432,
@@ -169,7 +170,7 @@ def test_a_run_whose_metrics_are_lost_can_be_finished(tmp_path, caplog, contents
         b"[]",
         b"{}",
         b"\xff\xfe",
-        b'{"steps": 1, "metrics": {"val_loss": "low"}, "wall_s": 1.0, "restarts": 0, "workers": 1}',
+        b'{"steps": 1, "metrics": {"val_loss": "low"}, "restarts": 0, "workers": 1}',
     ],
 )
 def test_a_result_that_a_power_cut_emptied_is_written_again(tmp_path, contents, record_property):

@@ -54,7 +54,6 @@ rewind("other", 12)
 line = ["--from", "runs/parent@8", "--name", "other", "--optimizer.learning-rate", "1e-3"]
 found["command without its parent"] = [main(line), digest("other", 18) == end]
 found["new without its parent"] = main([*line[:3], "new"])
-found["name of a checkpoint"] = rejection(changed(BASE, name="parent@8"))
 """
 
 
@@ -106,7 +105,6 @@ def test_an_annealed_run_is_a_shorter_run_of_wsd_to_the_bit(found):
         ("too late", "must be a checkpoint before the learning rate of its run falls, at most step 13, got 16"),
         ("too short", "train.max_steps must be above 8, the step that the run starts at, got 8"),
         ("no such step", "has no checkpoint of step 9; it has 4, 8, 12, 16, 18."),
-        ("name of a checkpoint", "name must not end like the name of a checkpoint, got parent@8"),
         ("other batch", "train.global_batch_size must be 6, as in parent@8, got 12"),
         ("other optimizer", "optimizer.name must be adamw, as in parent@8, got muon"),
         ("no clipping", "optimizer.clip_norm must be above 0, as in parent@8, got 0.0"),

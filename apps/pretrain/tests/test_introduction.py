@@ -48,7 +48,7 @@ def test_the_introduction_of_a_stream_that_continues(tmp_path):
     with Checkpoints(folder.checkpoints) as checkpoints:
         checkpoints.save(3, {"params": {"bias": jnp.zeros(2)}}, metadata={})
     of_log = dataclasses.replace(train, log_every=3, checkpoints_to_keep=5)
-    before = dataclasses.replace(config, train=of_log, hardware="local")
+    before = dataclasses.replace(config, train=of_log, hardware="local", profile="3:5", trackers=())
     introduce(config, data, parse_hardware("cpu:2-9"), folder, None, before, Console(file=out, width=20))
     assert out.getvalue().splitlines() == [
         "model     834,432 parameters: 4 layers of width 128",
@@ -58,7 +58,7 @@ def test_the_introduction_of_a_stream_that_continues(tmp_path):
         f"hardware  {parse_hardware('cpu:2-9')}",
         f"run folder: {folder.path}",
         "the run continues from its newest checkpoint",
-        "changed since the last start: hardware 'local' -> 'auto', train.log_every 3 -> 25, "
-        "train.checkpoints_to_keep 5 -> 2",
+        "changed since the last start: hardware local -> auto, trackers '' -> tensorboard, profile 3:5 -> none, "
+        "train.log_every 3 -> 25, train.checkpoints_to_keep 5 -> 2",
         "the next save deletes all but the newest 2 checkpoints, the best one and those kept for good",
     ]

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -362,9 +363,20 @@ def test_bad_input_is_one_sentence(capsys, options, message):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the compiler is installed")
-def test_a_missing_compiler_is_one_sentence(capsys):
-    assert main(["plan", "--hardware", "gpu:8:h100"]) == 2
-    assert "Install nnx-gpt2[tpu] or nnx-gpt2[cuda12] on Linux" in capsys.readouterr().err
+def test_a_missing_compiler_is_one_sentence_with_the_command_that_has_it(capsys, monkeypatch, tmp_path):
+    """It has all options that were typed. From Python, it has none."""
+    typed = ["plan", "--hardware", "gpu:8:h100", "--data", "my book.txt", "--price-per-hour", "3"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pretrain", *typed])
+    Path("my book.txt").write_text("A book. " * 100)
+    assert main() == 2
+    error = capsys.readouterr().err
+    assert "Install nnx-gpt2[tpu] or nnx-gpt2[cuda12] on Linux" in error
+    *_, command = error.rstrip().partition(" In a clone: uv run --extra cuda12 apps/pretrain ")
+    assert shlex.split(command) == typed
+    monkeypatch.setattr(sys, "argv", ["pytest", "-q"])
+    assert main(typed) == 2
+    assert capsys.readouterr().err.endswith("apps/pretrain plan\n")
 
 
 def test_a_plan_starts_nothing_and_writes_nothing(tmp_path: Path):

@@ -144,7 +144,7 @@ def found(tmp_path_factory):
         ("hardware", "hardware must be a text, got 5."),
         ("seed", "seed must be an integer, got '1'."),
         ("data_mode", "data_mode must be prepared or stream, got 'x'."),
-        ("trackers", "trackers must be a tuple of any of tensorboard, wandb or trackio, got ('bogus',)."),
+        ("trackers", "trackers must be a tuple of any of tensorboard, wandb or trackio, or no value, got ('bogus',)."),
         (
             "preset",
             "preset must be quickstart, baby, tutorial, wikitext, finetune, fineweb, gpt2, gpt2-medium, gpt2-large or "

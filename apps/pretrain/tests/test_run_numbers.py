@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -234,16 +233,13 @@ def test_a_run_that_was_killed_between_its_last_step_and_its_result_has_both(run
     folder = RunFolder(place / "killed")
     for path in (folder.result, folder.sample, folder.loss_picture):
         path.unlink()
-    began_s = time.monotonic()
     assert main(arguments(place, "killed")) == 0
-    wall_s = time.monotonic() - began_s
     assert numbers(folder) == numbers(run)
     assert read_samples(folder) == read_samples(run)
     assert folder.sample.read_text() == run.sample.read_text()
     assert folder.loss_picture.exists()
     result = json.loads(folder.result.read_text())
     assert (result["steps"], result["restarts"]) == (11, 1)
-    assert 0 < result["wall_s"] <= wall_s + 0.1  # it is rounded
     assert phases(folder)[-5:] == [
         ("starting", 11), ("loading", 11), ("evaluating", 11), ("sampling", 11), ("finished", 11),
     ]  # fmt: skip

@@ -137,7 +137,9 @@ def test_a_run_without_phases_has_the_time_of_its_result(tmp_path):
     run.phases.unlink()
     append_line(run.starts, {"step": 0, "workers": 1, "devices": 1, "device": "TPU v4"})
     append_line(run.metrics, {"step": 1500, "tokens": 1_536_000, "time_s": BEGAN_S})
-    write_result(run, RunResult(steps=1500, metrics={}, wall_s=208.0, restarts=0, workers=1))
+    write_result(
+        run, RunResult(steps=1500, metrics={}, restarts=0, workers=1, seconds={"training": 200.0, "saving": 8.0})
+    )
     rows = [line.split() for line in shown(tmp_path / "storage").splitlines()]
     assert rows[1] == ["first", "finished", "1500/1500", "1.8123", "1.9000*", "1.54M", "TPU", "v4", "3:28", "1", "d"]
 

@@ -120,7 +120,7 @@ def test_the_windows_of_a_step_are_those_of_the_training(form, order, corpora, m
     encoding = load_tokenizer("bytes")
     for step, rows in enumerate(train_batches(description.config, data, 0, uses_ray_data=False), start=1):
         windows = step_windows(run, step)
-        assert [window.row for window in windows] == list(range(BATCH))
+        assert [window.number for window in windows] == list(range(BATCH))
         assert np.array([window.tokens for window in windows]).tolist() == rows.tolist()
         for window, row in zip(windows, rows, strict=True):
             assert window.text == encoding.decode(row.tolist())
@@ -151,7 +151,7 @@ def test_a_document_is_read_at_the_steps_whose_batches_have_its_tokens(form, ord
             expected.setdefault(document, []).append(divmod(index, BATCH))
     for document in (0, 1, 17, len(documents) // 2, len(documents) - 1):
         found = shown("--document", str(document))
-        reads = [(read["step"] - 1, read["row"]) for read in found["reads"]]
+        reads = [(read["step"] - 1, read["window"]) for read in found["reads"]]
         assert reads == expected.get(document, [])
         assert [read["is_past"] for read in found["reads"]] == [step < 30 for step, _ in reads]
         assert found["text"] == read_text(documents, document)
@@ -173,14 +173,14 @@ def test_a_text_is_found_at_the_steps_that_read_it(form, corpora, make_run, show
     (match,) = found["documents"]
     assert (match["id"], match["file"], match["row"], match["num_matches"]) == (wanted.id, wanted.file, 8, 1)
     batches = [*train_batches(description.config, data, 0, uses_ray_data=False)]
-    has_first_byte = {(read["step"], read["row"]) for read in match["match_reads"]}
+    has_first_byte = {(read["step"], read["window"]) for read in match["match_reads"]}
     for step, rows in enumerate(batches, start=1):
         for number, row in enumerate(rows):
             decoded = bytes(np.where(row < 256, row, 0).astype(np.uint8))
             if text.encode() in decoded:
                 assert (step, number) in has_first_byte
     assert has_first_byte
-    assert has_first_byte <= {(read["step"], read["row"]) for read in match["reads"]}
+    assert has_first_byte <= {(read["step"], read["window"]) for read in match["reads"]}
 
 
 def test_epochs_and_sources_are_those_of_the_windows(corpora, make_run, shown):
@@ -190,7 +190,7 @@ def test_epochs_and_sources_are_those_of_the_windows(corpora, make_run, shown):
         found = shown("--step", str(step))
         assert (found["step"], found["reached_step"], found["is_past"]) == (step, 30, step <= 30)
         for window in found["windows"]:
-            assert window["index"] == (step - 1) * BATCH + window["row"]
+            assert window["index"] == (step - 1) * BATCH + window["window"]
             assert window["epoch"] == window["index"] // count + 1
             assert window["length"] == SEQ_LEN + 1
             for part in window["documents"]:
@@ -204,8 +204,8 @@ def test_each_row_of_the_screen_has_its_documents_and_a_short_text(corpora, make
     make_run(corpora["folder"])
     assert main(["data", "run", "--step", "31"]) == 0
     short = capsys.readouterr().out
-    assert short.startswith("step 31 of 70, to come: 6 windows\n\nrow 0: 49 tokens from position ")
-    assert short.count("\nrow ") == BATCH
+    assert short.startswith("step 31 of 70, to come: 6 windows\n\nwindow w0: 49 tokens from position ")
+    assert short.count("\nwindow w") == BATCH
     assert "of " + corpora["folder"] + ".jsonl" in short
     assert main(["data", "run", "--step", "31", "--full"]) == 0
     full = capsys.readouterr().out
@@ -222,7 +222,7 @@ def test_the_screen_tells_past_from_future(corpora, make_run, capsys):
     assert "more: --full or --json shows all" in out
     assert main(["data", "run", "--find", "Tyger", "--full"]) == 0
     assert capsys.readouterr().out.count("\ndocument ") > out.count("\ndocument ") == 20
-    assert main(["data", "run", "--find", "no such text"]) == 0
+    assert main(["data", "run", "--find", "no such text"]) == 1
     assert capsys.readouterr().out == "0 documents of 81 have this text\n"
 
 
@@ -286,7 +286,10 @@ def test_a_stream_has_the_same_windows_before_and_after_its_end(unfinished, make
         "run", "--step", str(last + 1)
     )
     (found,) = shown("--find", before[0]["windows"][3]["text"])["documents"]
-    assert [(read["step"], read["row"]) for read in found["match_reads"]] == [(1, 2), (1, 3)]  # a target, and an input
+    assert [(read["step"], read["window"]) for read in found["match_reads"]] == [
+        (1, 2),
+        (1, 3),
+    ]
     assert {read["step"] for read in found["reads"]} >= set(range(1, last + 1))
     del batches
     prepare(str(source), out, options)

@@ -52,7 +52,7 @@ def test_windows_are_ranked_by_their_share_in_the_gradient_or_by_what_they_add_t
         "source": None,
         "text": "ef<|endoftext|>gh",
     }
-    assert by_loss[0] == Suspect(id="w1", rows=[1], **expected)
+    assert by_loss[0] == Suspect(id="w1", windows=[1], **expected)
 
 
 def test_a_prediction_counts_for_the_document_of_its_target():
@@ -66,7 +66,7 @@ def test_a_prediction_counts_for_the_document_of_its_target():
     ]
     np.testing.assert_allclose([one.excess * 12 for one in by_loss], [2 * 4.75, 3 * 1.75, 3 * -1.25, 4 * -2.75])
     assert [suspect.source for suspect in by_loss] == [None, "c.jsonl:107", "c.jsonl:105", "c.jsonl:102"]
-    assert [suspect.rows for suspect in by_loss] == [[1], [0, 1], [0], [2]]
+    assert [suspect.windows for suspect in by_loss] == [[1], [0, 1], [0], [2]]
     assert [suspect.text for suspect in by_loss] == ["gh", "d", "abc", "ijklm"]
     by_gradient = rank_documents(FOUND, WINDOWS, DOCUMENTS, PLACES, None, "gradient")
     assert [(suspect.id, round(suspect.share, 6)) for suspect in by_gradient] == [
@@ -82,7 +82,7 @@ def test_a_window_that_predicts_no_token_of_a_document_is_none_of_its_windows():
     """The first window has the last token of document 5, as the context of the next one."""
     ids = np.array([[5, 7, 7, 7, 7], [5, 5, 9, 9, 9], [2, 2, 2, 2, 2]])
     ranked = rank_documents(FOUND, WINDOWS, ids, PLACES, load_tokenizer("bytes"), "loss")
-    assert {one.id: (one.rows, one.num_tokens, one.text) for one in ranked} == {
+    assert {one.id: (one.windows, one.num_tokens, one.text) for one in ranked} == {
         "d7": ([0], 4, "bcd"),
         "d5": ([1], 1, "ef"),
         "d9": ([1], 3, "gh"),
@@ -107,7 +107,7 @@ def test_what_is_not_finite_comes_first_and_is_null_in_json(by):
         rank_windows(found, WINDOWS, None, by),
         rank_documents(found, WINDOWS, DOCUMENTS, PLACES, None, by),
     ):
-        assert ranked[0].rows == [2]
+        assert ranked[0].windows == [2]
         values = json.loads(json.dumps(ranked[0].to_json(), allow_nan=False))
         assert (values["loss"], values["share"], values["norm"]) == (None, None, None)
         assert np.isfinite([suspect.share for suspect in ranked[1:]]).all()

@@ -1,7 +1,6 @@
 """The command `sweep`: its grid, and the runs that it trains."""
 
 import contextlib
-import fnmatch
 import json
 import os
 import shlex
@@ -18,13 +17,14 @@ from pretrain import PRESETS, PretrainConfig, main
 from pretrain._command_line.arguments import build_command
 from pretrain._command_line.command_classes import SweepCommand
 from pretrain._command_line.config_file import to_arguments
-from pretrain._commands.sweep import SweptRun, _cluster, _is_finished, _with_any_seed, plan_sweep
+from pretrain._commands.sweep import _cluster, _is_finished, best_settings, matching_folders, plan_sweep
 from pretrain._errors import UsageError
 from pretrain._formats import loss
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import read_starts
 from pretrain._run.metrics import read_records
 from pretrain._run.names import run_name
+from pretrain._run.result import RunResult, write_result
 
 TINY = (
     "--data book.txt --hardware local --trackers --train.sample-tokens 0 --model.seq-len 16 --model.num-layers 1 "
@@ -249,8 +249,9 @@ def undisturbed(tmp_path_factory, one_cache):
     return lines, results(place), again, shorter, place
 
 
-def test_a_sweep_trains_plain_runs_and_shows_their_table(undisturbed):
-    lines, found, (code, again), *_ = undisturbed
+def test_a_sweep_trains_plain_runs_and_shows_their_table(undisturbed, monkeypatch):
+    lines, found, (code, again), *_, place = undisturbed
+    monkeypatch.chdir(place)
     names = [name("1e-3"), name("2e-3").replace("lr2e-3-", "")]  # 2e-3 is that of the preset
     assert sorted(found) == sorted(names)
     assert [line.partition(":")[0] for line in lines if ": started" in line] == names
@@ -265,7 +266,10 @@ def test_a_sweep_trains_plain_runs_and_shows_their_table(undisturbed):
     table = [line.split() for line in lines[lines.index(head) + 1 :][:2]]
     assert [row[3] for row in table] == ["400/400", "400/400"]
     assert table[0][5] <= table[1][5]  # the lowest validation loss first
-    assert lines[-1].endswith(f"report {names[0]} {names[1]}")  # all have one seed: there are no groups
+    assert lines[-2].endswith("report 'quickstart-book-*'")  # all have one seed: there are no groups
+    best = sorted(names, key=lambda one: found[one][-1]["full_val_loss"])
+    assert lines[-1].endswith(f"compare {best[0]} {best[1]}")
+    assert main(shlex.split(lines[-1])[-3:]) == 0
     # The second time, no run starts.
     assert code == 0
     assert "2 runs, 2 of them finished" in again
@@ -304,16 +308,51 @@ def test_one_cluster_has_room_for_all_runs_at_once(monkeypatch, hardware, addres
     assert (connected, variables) == (([], {}) if num_cpus is None else ([num_cpus], {"RAY_ADDRESS": "here"}))
 
 
-def test_the_pattern_of_a_run_stands_for_its_seeds_alone():
-    def run(line):
-        config = config_of([*TINY.split(), *line.split()])
-        return SweptRun(name=run_name(config), config=config, arguments=())
+@pytest.fixture
+def finished(place):
+    """A function that makes the runs of a grid, finished with these losses, without training them."""
 
-    first, second, other = run("--seed 1"), run("--seed 2"), run("--train.mask-documents --seed 1")
-    assert other.name.startswith(first.name.removesuffix("seed1"))
-    pattern = _with_any_seed(first)
-    assert [fnmatch.fnmatchcase(one.name, pattern) for one in (first, second, other)] == [True, True, False]
-    assert _with_any_seed(run("")) == run("").name
+    def make(grid, losses, steps=40, base=TINY):
+        runs = plan_sweep(given := configs(f"{base} --grid {grid}"), [()] * len(given))
+        for run, value in zip(runs, losses, strict=True):
+            run.folder.path.mkdir(parents=True)
+            write_result(run.folder, RunResult(steps=steps, metrics={}, full_val_loss=value, restarts=0, workers=1))
+        return runs
+
+    return make
+
+
+def test_one_pattern_stands_for_runs_unless_it_matches_another_one(finished):
+    runs = finished("seed=1,2 train.mask-documents=false,true", [1.0] * 4)
+    beginning = f"quickstart-book-warmup0-{SIZES}"
+    assert [folder.name for folder in matching_folders(runs)] == [f"{beginning}-*"]
+    plain = [run for run in runs if not run.config.train.mask_documents]
+    assert [folder.name for folder in matching_folders(plain)] == [f"{beginning}-seed*"]
+    Path(f"runs/{beginning}-seed3").mkdir()
+    assert [folder.name for folder in matching_folders(plain)] == [f"{beginning}-seed1", f"{beginning}-seed2"]
+    assert [folder.name for folder in matching_folders(plain[:1])] == [f"{beginning}-seed1"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "losses", "steps", "expected"),
+    [
+        ("optimizer.learning-rate=1e-3,3e-3,5e-3 seed=1,2", [3.0, 1.5, 1.0, 3.0, 2.5, 2.5], 40, [3e-3, 1e-3]),
+        ("optimizer.learning-rate=1e-3,3e-3,5e-3", [3.0, 1.5, 1.0], 40, [5e-3, 3e-3]),
+        ("optimizer.learning-rate=1e-3,3e-3,5e-3 seed=1,2", [3.0, None, 1.0, 3.0, 2.5, 2.0], 40, [3e-3, 5e-3]),
+        ("optimizer.learning-rate=1e-3,3e-3", [3.0, 1.5], 39, None),  # too few steps for `compare`
+        ("optimizer.learning-rate=1e-3,3e-3", [3.0, None], 40, None),
+        ("train.global-batch-size=4,8", [3.0, 1.5], 40, None),  # other windows
+        ("seed=1,2", [3.0, 1.5], 40, None),
+    ],
+)
+def test_the_two_best_settings_are_those_of_the_lowest_mean_losses(finished, grid, losses, steps, expected):
+    base = TINY.replace("--train.global-batch-size 4", "") if "global-batch-size" in grid else TINY
+    runs = finished(grid, losses, steps, base)
+    groups = {}
+    for run in runs:
+        groups.setdefault((run.config.optimizer, run.config.train), []).append(run)
+    best = best_settings([*groups.values()])
+    assert (best and [group[0].config.optimizer.learning_rate for group in best]) == expected
 
 
 @pytest.mark.slow
@@ -381,7 +420,7 @@ def test_a_sweep_of_seeds_ends_with_the_command_that_ranks_its_groups(place):
     lines = done.stdout.splitlines()
     assert " report " in lines[-2]
     assert ["started" in one for one in lines if "started" in one or "finished in" in one][:3] == [True, True, False]
-    assert lines[-1].endswith("-seed*' --group-by seed")
+    assert lines[-1].endswith("'quickstart-book-lr*' --group-by seed")
     check_last_line(lines, rows=[["1", "2/2"], ["2", "2/2"]])
 
 

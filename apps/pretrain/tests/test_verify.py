@@ -243,3 +243,20 @@ def test_the_table_of_a_terminal_has_a_row_for_each_kill():
     assert "1 a worker (17) 23 saving new workers 20 7 s" in lines
     assert "2 the command (16) 41 training" in lines
     assert "kill 1:" not in out.getvalue()
+    assert "*" not in out.getvalue()
+
+
+def test_a_checkpoint_that_the_old_workers_saved_has_an_asterisk():
+    out = io.StringIO()
+    rows = [
+        KillRow(number=number, victim="the command (16)", step=23, phase="saving", continued_by="it", checkpoint=step)
+        for number, step in enumerate((23, 24), 1)
+    ]
+    with KillTable(Console(file=out, width=100, force_interactive=True, color_system=None)) as table:
+        for row in rows:
+            table.add(row)
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "1 the command (16) 23 saving it 23 0 s" in lines
+    assert "2 the command (16) 23 saving it 24* 0 s" in lines
+    assert "* saved by the workers of the killed command, before they ended" in lines
+    assert rows[1].continued().endswith("the checkpoint of step 24, which the old workers had still saved, after 0 s")

@@ -117,7 +117,7 @@ def test_a_finished_run_ends_with_its_numbers(folder):
     def finish():
         record(folder, 1500, 200, loss=1.6, val_loss=1.62, full_val_loss=1.5117, full_val_bits_per_byte=2.1809)
         phase(folder, "finished", 200, 1500)
-        write_result(folder, summarize(read_history(folder), wall_s=210.0))
+        write_result(folder, summarize(read_history(folder)))
         return 200
 
     code, lines = watched(folder, lambda: 10, finish)

@@ -73,8 +73,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the application with these arguments, or with those of the process.
 
     Returns:
-        The exit code: 0 for success; 1 for failed training, runs that differ, or a failed check; 2 for bad input, 130
-        after an interrupt, 141 if the reader of the output has closed it.
+        The exit code: 0 for success; 1 for failed training, runs that differ, a failed check, or a text that is not
+        found; 2 for bad input, 130 after an interrupt, 141 if the reader of the output has closed it.
     """
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # the command prints the errors of `datasets` itself
     if not os.environ.get("COLUMNS", "1").strip("0"):
@@ -233,7 +233,8 @@ def _run(command: Command, began_s: float) -> int:
                 print_line(console, f"uploaded it: {exported.commit_url}")
         case DataCommand():
             progress = Console(stderr=True, emoji=False)
-            _imported("data.show_data")(**_options(command), console=console, progress=progress)
+            is_found = _imported("data.show_data")(**_options(command), console=console, progress=progress)
+            return 0 if is_found else _FAILED
         case _:
             is_success = _imported(_ANSWERS[type(command)])(**_options(command), console=console) is not False
             return 0 if is_success else _FAILED

@@ -378,6 +378,8 @@ class PretrainConfig:
         _check_range("wait_for_resources_s", self.wait_for_resources_s, 0, _MAX_WAIT_S)
         if self.name is not None:
             check_run_name(self.name)
+            if "@" in self.name:
+                raise ValueError(f"name must have no @, got {short(self.name)}. RUN@STEP names a checkpoint of a run.")
         try:
             self.model.check_trainable()
         except ValueError as error:

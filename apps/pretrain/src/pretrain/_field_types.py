@@ -40,7 +40,7 @@ class FieldType:
         """Return the kind of value, for errors: `<name> must be <constraint>`."""
         if self.choices:
             kind = " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
-            kind = f"any of {kind}" if self.is_tuple else kind
+            kind = f"any of {kind}, or no value" if self.is_tuple else kind
         else:
             kind = ("texts" if self.is_tuple else _KINDS[self.type]) + limit
         return f"{kind} or none" if self.allows_none else kind

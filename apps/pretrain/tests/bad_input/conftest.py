@@ -46,7 +46,7 @@ def finished(tmp_path_factory):
     folder.path.mkdir(parents=True)
     description = describe(config, describe_data(tokens), "cpu:1").to_json()
     write_json(folder.config, description)
-    write_json(folder.result, {"steps": 1, "metrics": {"val_loss": 5.5}, "wall_s": 1.0, "restarts": 0, "workers": 1})
+    write_json(folder.result, {"steps": 1, "metrics": {"val_loss": 5.5}, "restarts": 0, "workers": 1})
     for path in (folder.metrics, folder.starts):
         path.write_text('{"step": 0, "workers": 1}\n')
     save_checkpoint(place, description)

@@ -51,7 +51,7 @@ def rate(write_run):
 
 
 def finish(folder, **losses):
-    write_result(folder, RunResult(steps=1500, metrics={}, wall_s=1.0, restarts=0, workers=1, **losses))
+    write_result(folder, RunResult(steps=1500, metrics={}, restarts=0, workers=1, **losses))
 
 
 def table(page):
@@ -115,6 +115,29 @@ def test_the_table_has_what_differs_as_people_write_it_and_the_best_run_first(wr
     ]
 
 
+@pytest.mark.parametrize(
+    ("full", "losses", "expected"),
+    [
+        (1.5, {250: 2.5, 1500: 2.25}, {"final, all validation tokens": "1.5000", "best": "2.2500 at 1,500"}),
+        (2.5, {250: 2.25, 1500: 2.5}, {"final, all validation tokens": "2.5000", "best": "2.2500 at 250"}),
+        (2.25, {250: 2.5, 1500: 2.25}, {"final, all validation tokens": "2.2500"}),
+    ],
+)
+def test_a_loss_that_is_an_earlier_one_in_all_rows_has_no_column(rate, make_page, full, losses, expected):
+    folders = [rate("a", 1e-3, 1, losses), rate("b", 2e-3, 1, losses)]
+    for folder in folders:
+        finish(folder, full_val_loss=full)
+    headings, rows = table(make_page(*folders))
+    first = dict(zip(headings, rows[0][1], strict=True))
+    assert {name: value for name, value in first.items() if name not in ("rank", "run", "learning_rate")} == {
+        **expected,
+        "steps": "1,500",
+    }
+    other = rate("c", 3e-3, 1, {250: 2.0, 1500: 3.0})
+    finish(other, full_val_loss=1.0)
+    assert table(make_page(*folders, other))[0][2:6] == ["final, all validation tokens", "best", "last", "steps"]
+
+
 def test_options_of_one_short_name_have_their_full_names(write_run, make_page):
     prepare = dataclasses.replace(QUICKSTART.prepare, split_seed=7)
     model = dataclasses.replace(QUICKSTART.model, vocab_size=300)
@@ -142,7 +165,7 @@ def test_the_loss_of_the_untrained_model_is_not_that_of_a_run(write_run, make_pa
     records = [{"step": 0, "val_loss": 5.5}, {"step": 10, "loss": 5.0}]
     page = make_page(write_run("untrained", records=records[:1]), write_run("running", records=records))
     assert [row[2:] for _, row in table(page)[1]] == [
-        ["5.5000 at 0", "5.5000", "0 of 1,500"], ["", "", "10 of 1,500"],
+        ["5.5000 at 0", "0 of 1,500"], ["", "10 of 1,500"],
     ]  # fmt: skip
 
 
@@ -175,14 +198,14 @@ def test_runs_that_differ_in_their_seed_alone_are_one_row_with_mean_and_deviatio
     fast, slow = ([last for (name, _), last in lasts.items() if name == of] for of in ("fast", "slow"))
     spread = [f"{mean(values):.4f} {PLUS_MINUS} {stdev(values):.4f}" for values in (fast, slow)]
     assert rows == [
-        (False, ["1", "learning_rate 1e-3 (3 seeds)", "", spread[0], spread[0], "1,500", "1, 2, 3", "1e-3"]),
+        (False, ["1", "learning_rate 1e-3 (3 seeds)", "", spread[0], "1,500", "1, 2, 3", "1e-3"]),
         *(
-            (True, ["", f"fast-{seed}", "", f"{last:.4f} at 1,500", f"{last:.4f}", "1,500", str(seed), "1e-3"])
+            (True, ["", f"fast-{seed}", "", f"{last:.4f} at 1,500", "1,500", str(seed), "1e-3"])
             for seed, last in zip((1, 2, 3), fast, strict=True)
         ),
-        (False, ["2", "learning_rate 1e-4 (2 seeds)", "", spread[1], spread[1], "1,500", "1, 2", "1e-4"]),
+        (False, ["2", "learning_rate 1e-4 (2 seeds)", "", spread[1], "1,500", "1, 2", "1e-4"]),
         *(
-            (True, ["", f"slow-{seed}", "", f"{last:.4f} at 1,500", f"{last:.4f}", "1,500", str(seed), "1e-4"])
+            (True, ["", f"slow-{seed}", "", f"{last:.4f} at 1,500", "1,500", str(seed), "1e-4"])
             for seed, last in zip((1, 2), slow, strict=True)
         ),
     ]

@@ -351,8 +351,8 @@ def test_the_page_has_the_origin_of_a_run_and_what_only_its_result_has(write_run
     write_result(
         folder,
         RunResult(
-            steps=1500, metrics={"mfu": 0.5}, wall_s=208.0, restarts=0, workers=3, began_at="2023-11-14T22:00:00+00:00",
-            ended_at="2023-11-14T22:03:28+00:00", **known,
+            steps=1500, metrics={"mfu": 0.5}, restarts=0, workers=3, seconds={"training": 208.0},
+            began_at="2023-11-14T22:00:00+00:00", ended_at="2023-11-14T22:03:28+00:00", **known,
         ),
     )  # fmt: skip
     page = make_page(folder, clock=lambda: BEGAN_S + 86_400)

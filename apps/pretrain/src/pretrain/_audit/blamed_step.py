@@ -177,7 +177,7 @@ def _document_ids(windows: Sequence[StepWindow]) -> NDArray[np.int64]:
     ids = np.empty((len(windows), len(windows[0].tokens)), np.int64)
     for window in windows:
         for part in window.documents:
-            ids[window.row, part.start : part.stop] = part.document.id
+            ids[window.number, part.start : part.stop] = part.document.id
     return ids
 
 

@@ -20,8 +20,8 @@ class Read:
     step: int
     """The step."""
 
-    row: int
-    """Row in the global batch, from 0."""
+    window: int
+    """Number of the window in the global batch, from 0."""
 
     epoch: int | None
     """Pass over the windows: see `StepWindow.epoch`."""
@@ -123,6 +123,6 @@ def _reads(
     ranges, indices = ranges[is_own], indices[is_own]
     reads: list[list[Read]] = [[] for _ in starts]
     for number, index, epoch in zip(ranges.tolist(), indices.tolist(), epochs_of(run, indices), strict=True):
-        step, row = divmod(index, run.batch_size)
-        reads[number].append(Read(step=step + 1, row=row, epoch=epoch))
+        step, window = divmod(index, run.batch_size)
+        reads[number].append(Read(step=step + 1, window=window, epoch=epoch))
     return [tuple(found) for found in reads]

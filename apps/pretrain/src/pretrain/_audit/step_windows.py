@@ -28,8 +28,8 @@ class WindowDocument:
 class StepWindow:
     """A window of the global batch of a step."""
 
-    row: int
-    """Row in the global batch, from 0."""
+    number: int
+    """Number in the global batch, from 0. The id of the window is `w` and this number."""
 
     index: int
     """Index in the order of the run's windows, from 0."""
@@ -74,15 +74,15 @@ def step_windows(run: RunTokens, step: int) -> list[StepWindow]:
     ids = np.unique(np.concatenate([np.arange(low, high + 1) for low, high in zip(first, last, strict=True)]))
     described = dict(zip(ids.tolist(), run.documents.describe(ids), strict=True))
     windows: list[StepWindow] = []
-    for row, position in enumerate(positions.tolist()):
-        parts = [described[number] for number in range(int(first[row]), int(last[row]) + 1)]
+    for number, position in enumerate(positions.tolist()):
+        parts = [described[one] for one in range(int(first[number]), int(last[number]) + 1)]
         windows.append(
             StepWindow(
-                row=row,
-                index=int(indices[row]),
-                epoch=epochs[row],
+                number=number,
+                index=int(indices[number]),
+                epoch=epochs[number],
                 position=position,
-                tokens=tokens[row],
+                tokens=tokens[number],
                 documents=tuple(
                     WindowDocument(
                         document=document,
@@ -91,7 +91,7 @@ def step_windows(run: RunTokens, step: int) -> list[StepWindow]:
                     )
                     for document in parts
                 ),
-                text=encoding.decode(tokens[row].tolist()),
+                text=encoding.decode(tokens[number].tolist()),
             )
         )
     return windows

@@ -29,10 +29,10 @@ class Suspect:
     """A window of a step, or the part of a document that the windows of a step hold."""
 
     id: str
-    """`w` and the row of the window in the batch, or `d` and the id of the document in the training tokens."""
+    """`w` and the number of the window in the batch, or `d` and the id of the document in the training tokens."""
 
-    rows: list[int]
-    """The windows."""
+    windows: list[int]
+    """The numbers of the windows in the batch, from 0."""
 
     num_tokens: int
     """The number of its tokens that are predicted."""
@@ -79,17 +79,17 @@ def rank_windows(
     excess = _excess(found)
     suspects = [
         Suspect(
-            id=f"{_WINDOW}{row}",
-            rows=[row],
+            id=f"{_WINDOW}{number}",
+            windows=[number],
             num_tokens=len(window) - 1,
-            loss=float(found.losses[row].mean()),
-            excess=float(excess[row].sum()),
-            share=float(found.shares[row].sum()),
-            norm=float(found.norms[row]),
+            loss=float(found.losses[number].mean()),
+            excess=float(excess[number].sum()),
+            share=float(found.shares[number].sum()),
+            norm=float(found.norms[number]),
             source=None,
             text="" if tokenizer is None else tokenizer.decode(window.tolist()),
         )
-        for row, window in enumerate(windows)
+        for number, window in enumerate(windows)
     ]
     return _sorted(suspects, by)
 
@@ -121,12 +121,12 @@ def rank_documents(
     suspects = []
     for number, count, loss, adds, share in zip(numbers.tolist(), counts.tolist(), losses, excess, shares, strict=True):
         place = documents[number]
-        rows = np.flatnonzero((ids[:, 1:] == number).any(axis=1)).tolist()
-        text = _decoded(tokenizer, windows[rows[0]][ids[rows[0]] == number])
+        holding = np.flatnonzero((ids[:, 1:] == number).any(axis=1)).tolist()
+        text = _decoded(tokenizer, windows[holding[0]][ids[holding[0]] == number])
         suspects.append(
             Suspect(
                 id=f"{_DOCUMENT}{number}",
-                rows=rows,
+                windows=holding,
                 num_tokens=count,
                 loss=float(loss),
                 excess=float(adds),

@@ -297,7 +297,8 @@ class DataCommand:
     """Show the windows of this step: their documents, with file and row of the source, and their text."""
 
     find: str | None = None
-    """Show the documents with this text, and the steps at which they were and will be read."""
+    """Show the documents with this text, and the steps at which they were and will be read. The exit code is 1 if none
+    has it."""
 
     document: int | None = None
     """Show this document, by its id as --step and --find print it, and the steps that read it."""

@@ -9,10 +9,12 @@ from rich.console import Console
 from pretrain._commands.report import matching_runs
 from pretrain._compare.comparison import ComparedRun, Comparison, Pair, compare_runs
 from pretrain._compare.paired import Interval, t_quantile
-from pretrain._errors import UsageError, one_line, rejecting, short, shown
+from pretrain._errors import UsageError, one_line, rejecting, short
 from pretrain._formats import count, loss
 from pretrain._run.find import find_run, names_a_checkpoint
 from pretrain._run.lock import command_runs
+from pretrain._run.names import typed_value
+from pretrain._run.result import read_result
 from pretrain._run.step_losses import read_step_losses, read_val_losses
 from pretrain._screen.printing import print_line
 
@@ -71,7 +73,10 @@ def _read(name: str) -> ComparedRun:
             name=str(folder),
             description=description,
             losses=read_step_losses(folder.step_losses),
-            val_losses=read_val_losses(folder.val_losses, description.config.model.seq_len),
+            # Those of a run that is extended are of its former last step, until it is finished again.
+            val_losses=None
+            if read_result(folder) is None
+            else read_val_losses(folder.val_losses, description.config.model.seq_len),
             is_training=command_runs(folder),
         )
 
@@ -87,7 +92,7 @@ def _json_line(found: Comparison) -> str:
 
 def _paragraphs(found: Comparison) -> Iterator[str]:
     for name, (of_a, of_b) in found.differing_options.items():
-        yield f"{name}: {shown(of_a)} in A, {shown(of_b)} in B"
+        yield f"{name}: {typed_value(of_a)} in A, {typed_value(of_b)} in B"
     yield from _single(found, found.pairs[0]) if found.seeds is None else _several(found, found.seeds)
     of_a, of_b = (_val_steps(found, side) for side in (0, 1))
     if of_a and of_b and len({*of_a, *of_b}) > 1:

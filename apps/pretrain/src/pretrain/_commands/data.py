@@ -31,7 +31,7 @@ def show_data(
     as_json: bool = False,
     console: Console,
     progress: Console,
-) -> None:
+) -> bool:
     """Print the windows of a step, the steps that read documents with a text, or a document and the steps that read it.
 
     Args:
@@ -43,6 +43,9 @@ def show_data(
         as_json: print one line of JSON.
         console: the output.
         progress: shows the progress of a search.
+
+    Returns:
+        False if no document has the text.
 
     Raises:
         UsageError: the run does not exist, has no such step or document, or its token files hold other tokens.
@@ -62,6 +65,7 @@ def show_data(
         folder, description = find_run(run)
     with share_bar(progress, "finding the documents") as report:
         opened = open_run_tokens(folder, description, report=report)
+    is_found = True
     if step is not None:
         windows = step_windows(opened, step)
         lines = [json.dumps(_step_json(opened, step, windows))] if as_json else _step_lines(opened, step, windows, full)
@@ -71,15 +75,18 @@ def show_data(
         lines = [json.dumps(_document_json(opened, reads))] if as_json else _document_lines(opened, reads, full)
     else:
         assert find is not None
-        lines = _found(opened, find, full, as_json, progress)
+        most = None if full or as_json else _MOST_DOCUMENTS
+        with share_bar(progress, "searching") as search, share_bar(progress, "finding the steps") as steps:
+            count, reads = documents_with(opened, find, most=most, report_search=search, report_steps=steps)
+        lines, is_found = _found(opened, find, count, reads, full, as_json), count > 0
     for line in lines:
         print_line(console, line)
+    return is_found
 
 
-def _found(run: RunTokens, text: str, full: bool, as_json: bool, progress: Console) -> Iterator[str]:
-    most = None if full or as_json else _MOST_DOCUMENTS
-    with share_bar(progress, "searching") as search, share_bar(progress, "finding the steps") as steps:
-        count, found = documents_with(run, text, most=most, report_search=search, report_steps=steps)
+def _found(
+    run: RunTokens, text: str, count: int, found: Sequence[DocumentReads], full: bool, as_json: bool
+) -> Iterator[str]:
     if as_json:
         yield json.dumps(
             _header(run) | {"find": text, "num_documents": count, "documents": [_reads_json(run, one) for one in found]}
@@ -105,7 +112,7 @@ def _step_json(run: RunTokens, step: int, windows: Sequence[StepWindow]) -> dict
         "is_past": step <= run.reached_step,
         "windows": [
             {
-                "row": window.row,
+                "window": window.number,
                 "index": window.index,
                 "epoch": window.epoch,
                 "position": window.position,
@@ -127,7 +134,7 @@ def _step_lines(run: RunTokens, step: int, windows: Sequence[StepWindow], full: 
     for window in windows:
         epoch = "" if window.epoch is None else f", epoch {window.epoch}"
         yield ""
-        yield f"row {window.row}: {len(window.tokens)} tokens from position {window.position:,}{epoch}"
+        yield f"window w{window.number}: {len(window.tokens)} tokens from position {window.position:,}{epoch}"
         named = window.documents if full else window.documents[:_MOST_RANGES]
         for part in named:
             yield f"  tokens {part.start} to {part.stop - 1}: {_name(part.document)}"
@@ -149,7 +156,8 @@ def _reads_json(run: RunTokens, found: DocumentReads) -> dict[str, Any]:
     def listed(reads: Sequence[Read]) -> list[dict[str, Any]]:
         reached = run.reached_step
         return [
-            {"step": read.step, "row": read.row, "epoch": read.epoch, "is_past": read.step <= reached} for read in reads
+            {"step": read.step, "window": read.window, "epoch": read.epoch, "is_past": read.step <= reached}
+            for read in reads
         ]
 
     matches = {"num_matches": found.num_matches, "match_position": found.match_position}

@@ -18,9 +18,10 @@ from pretrain._audit.run_difference import (
     compare_checkpoints,
     compare_runs,
 )
-from pretrain._errors import UsageError, one_line, rejecting, short, shown
+from pretrain._errors import UsageError, one_line, rejecting, short
 from pretrain._run.find import find_checkpoint, names_a_checkpoint
 from pretrain._run.folder import RunFolder
+from pretrain._run.names import typed_value
 from pretrain._screen.printing import print_line
 from pretrain._surroundings.environment import start_jax
 
@@ -120,7 +121,7 @@ def _runs(a: str, b: str, elements: bool) -> _Answer:
     }
     texts = _heads(*(str(run.folder) for run in runs))
     for name, (of_a, of_b) in found.settings.items():
-        texts += _wrapped(f"{name}: {shown(of_a)} in A, {shown(of_b)} in B")
+        texts += _wrapped(f"{name}: {typed_value(of_a)} in A, {typed_value(of_b)} in B")
     for paragraph in _paragraphs(found):
         texts += _wrapped(paragraph)
     if found.checkpoint is not None:

@@ -231,7 +231,7 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
     val_loss, is_full = last.get("full_val_loss", last.get("val_loss")), "full_val_loss" in last
     seconds = work_s(history.phases, seen_s)
     if not history.phases and result is not None:
-        seconds = result.wall_s
+        seconds = sum(result.seconds.values())
     name, state = one_line(folder.path.name), run_state(history, now_s)
     source_losses = {f"val_loss/{label}": value for label, value in of_sources(last).items()}
     values = {
@@ -254,7 +254,7 @@ def _read_row(folder: RunFolder, now_s: float) -> _Row:
     facts = {
         "name": name, "place": str(folder), "state": state, "step": last.get("step", 0),
         "max_steps": config.train.max_steps, "val_loss": val_loss, "val_is_full": is_full, "device": device,
-        "seconds": round(seconds, 3), "seen_s": seen_s, "metrics": last,
+        "work_s": round(seconds, 3), "seen_s": seen_s, "metrics": last,
     }  # fmt: skip
     data = history.description.data
     at_end = last_values(record for record in history.records if record["step"] == values["step"])

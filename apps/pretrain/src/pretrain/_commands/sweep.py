@@ -5,9 +5,13 @@ its folder is that of the command given alone. With Ray, this process starts one
 share the user's cache of compiled programs.
 """
 
+import dataclasses
+import fnmatch
+import glob
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +30,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 
 import ray_jax_launch
 from pretrain._commands.runs import show_runs
+from pretrain._compare.comparison import OF_WINDOWS
+from pretrain._compare.paired import MIN_STEPS
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, find_texts, open_prepared
 from pretrain._early_interrupt import CHILD, keeping_handlers
@@ -36,7 +42,7 @@ from pretrain._resolve.length import has_same_length, lengths_of
 from pretrain._resolve.resolve import resolve_settings
 from pretrain._resolve.settings import resolve_order
 from pretrain._run.description import RunDescription, read_description
-from pretrain._run.differences import changes_result, option_values
+from pretrain._run.differences import changes_result, differing_options, option_values
 from pretrain._run.find import DEFAULT_STORAGE
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.lock import command_runs
@@ -297,22 +303,49 @@ def _shown_lines(console: Console) -> Iterator[Callable[[str, str | None], None]
 
 
 def _show_results(runs: Sequence[SweptRun], console: Console) -> None:
+    """Print the table of the runs that have begun, and commands for them."""
     begun = [run for run in runs if run.folder.config.exists() or run.read() is not None]
     if not begun:
         return
-    show_runs(runs[0].config.storage_path, [run.name for run in begun], sort="val", console=console)
-    words = " ".join(as_typed(run.folder) for run in begun[:_MOST_REPORTED])
-    print_line(console, f"{application()} report {words}")
-    if len({run.config.seed for run in begun}) > 1:
-        globs = [*dict.fromkeys(_with_any_seed(run) for run in begun)]
-        if len(globs) > _MOST_REPORTED:
-            globs = [os.path.commonprefix(globs) + "*"]  # noqa: RUF071 - of names, not of paths
-        storage_path = runs[0].config.storage_path
+    storage_path = runs[0].config.storage_path
+    show_runs(storage_path, [run.name for run in begun], sort="val", console=console)
+    groups: dict[PretrainConfig, list[SweptRun]] = {}
+    for run in begun:
+        groups.setdefault(dataclasses.replace(run.config, seed=0), []).append(run)
+    folders = matching_folders(begun)
+    if len(folders) > 1:
+        folders = [folder for group in groups.values() for folder in matching_folders(group)]
+    print_line(console, f"{application()} report {' '.join(map(as_typed, folders[:_MOST_REPORTED]))}")
+    if len(groups) < len(begun):
         place = [] if storage_path == str(DEFAULT_STORAGE) else [storage_path]
-        print_line(console, f"{application()} runs {shlex.join([*place, *globs])} --group-by seed")
+        words = shlex.join([*place, *(folder.name for folder in folders)])
+        print_line(console, f"{application()} runs {words} --group-by seed")
+    if (best := best_settings([*groups.values()])) is not None:
+        sides = (" ".join(map(as_typed, matching_folders(group))) for group in best)
+        print_line(console, f"{application()} compare {(' --against ' if len(best[0]) > 1 else ' ').join(sides)}")
 
 
-def _with_any_seed(run: SweptRun) -> str:
-    """Return a pattern of the names of runs that differ from a run in the seed. The seed is the end of a name."""
-    end = f"-seed{run.config.seed}"
-    return f"{run.name.removesuffix(end)}-seed*" if run.name.endswith(end) else run.name
+def matching_folders(runs: Sequence[SweptRun]) -> list[RunFolder]:
+    """Return one folder whose name is a pattern of these runs and of no other one beside them, or each folder."""
+    names, place = [run.name for run in runs], runs[0].folder.path.parent
+    if len(runs) == 1 or runs[0].folder.uri is not None or glob.has_magic(str(place)):
+        return [run.folder for run in runs]
+    pattern = f"{os.path.commonprefix(names)}*"  # noqa: RUF071 - of names, not of paths
+    is_exact = {*fnmatch.filter((path.name for path in place.iterdir()), pattern)} == {*names}
+    return [RunFolder(place / pattern)] if is_exact else [run.folder for run in runs]
+
+
+def best_settings(groups: Sequence[Sequence[SweptRun]]) -> tuple[Sequence[SweptRun], Sequence[SweptRun]] | None:
+    """Return the two groups of seeds with the lowest mean loss, the best first; None if `compare` would reject them."""
+    losses: list[tuple[float, int]] = []
+    for number, group in enumerate(groups):
+        results = [result for run in group if (result := read_result(run.folder)) is not None]
+        values = [value for one in results if (value := one.full_val_loss or one.last_val_loss) is not None]
+        if len(values) == len(group) and min(one.steps or 0 for one in results) >= MIN_STEPS:
+            losses.append((statistics.fmean(values), number))
+    if len(losses) < 2:
+        return None
+    first, second = (groups[number] for _, number in sorted(losses)[:2])
+    differing = differing_options([first[0].config, second[0].config])
+    is_of_windows = any(name in (*OF_WINDOWS, "data") or name.startswith("prepare.") for name in differing)
+    return None if is_of_windows or len(first) != len(second) else (first, second)

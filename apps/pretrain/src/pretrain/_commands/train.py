@@ -33,7 +33,6 @@ from pretrain._run.description import (
     write_description,
 )
 from pretrain._run.files import read_text
-from pretrain._run.find import names_a_checkpoint
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.history import (
     RunHistory,
@@ -122,15 +121,12 @@ def train(config: PretrainConfig, *, console: Console | None = None, began_s: fl
     if not isinstance(console, Console | None):
         raise UsageError(f"console must be a rich.console.Console or None, got {shown(console)}. Leave it out.")
     began_s = time.time() if began_s is None else began_s
-    began = time.monotonic() - max(0.0, time.time() - began_s)
     console = console or Console(quiet=True)
     hardware = given_hardware(config)
     check_trackers(config)
     config = checked_tasks(config)
     name = run_name(config)
     check_run_name(name)
-    if names_a_checkpoint(name):
-        raise UsageError(f"name must not end like the name of a checkpoint, got {short(name)}. Leave out the @.")
     with contextlib.ExitStack() as stack:
         with rejecting():
             folder = stack.enter_context(lock_run(join_path(as_storage_path(config.storage_path), name)))
@@ -164,7 +160,7 @@ def train(config: PretrainConfig, *, console: Console | None = None, began_s: fl
             return _result(folder, run.description, error)
         folder.check_place()
         folder.pull()
-        finished = write_result_and_picture(folder, name, wall_s=time.monotonic() - began)
+        finished = write_result_and_picture(folder, name)
         folder.push(with_logs=True)
         outcome = _result(folder, run.description)
         history = dataclasses.replace(read_recent(folder, run.description), samples=read_samples(folder))
@@ -230,17 +226,16 @@ def _run_workers(run: ResolvedRun, name: str, view: RunView, console: Console, b
     return str(result.return_value)
 
 
-def write_result_and_picture(folder: RunFolder, name: str, *, wall_s: float) -> RunResult:
+def write_result_and_picture(folder: RunFolder, name: str) -> RunResult:
     """Write `result.json`, which marks the run as finished, then `loss.png`, which the next start can draw too.
 
     Args:
         folder: the run's folder.
         name: the title of the picture.
-        wall_s: seconds from the start of the last command.
     """
     history = read_history(folder)
     metadata = newest_metadata(folder.checkpoints)
-    result = summarize(history, wall_s=wall_s, digests=roots(metadata) if metadata else None)
+    result = summarize(history, digests=roots(metadata) if metadata else None)
     write_result(folder, result)
     _draw(history, name)
     return result

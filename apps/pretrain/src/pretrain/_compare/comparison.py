@@ -23,8 +23,8 @@ from pretrain._run.description import RunDescription
 from pretrain._run.differences import differing_options, option_values
 from pretrain._run.step_losses import ValLosses
 
-# Options that decide which windows a step reads, besides the tokens and the seed.
-_OF_WINDOWS = ("train.global_batch_size", "model.seq_len", "train.order")
+OF_WINDOWS = ("train.global_batch_size", "model.seq_len", "train.order")
+"""Options that decide which windows a step reads, besides the tokens and the seed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,7 +238,7 @@ def _check_same_windows(first: ComparedRun, second: ComparedRun) -> None:
             f"and {data_b.tokenizer} in {short(second.name)}. Compare the bits per byte that eval prints."
         )
     values_a, values_b = (option_values(run.description.config) for run in (first, second))
-    found = [(name, values_a[name], values_b[name]) for name in _OF_WINDOWS]
+    found = [(name, values_a[name], values_b[name]) for name in OF_WINDOWS]
     found.append(("the window order's version", data_a.window_order_version, data_b.window_order_version))
     for name, of_a, of_b in found:
         if of_a != of_b:

@@ -11,6 +11,7 @@ from pretrain._run.differences import differing_options
 from pretrain._run.files import flatten
 from pretrain._run.state import is_finished
 
+_RESULTS = ("final, all validation tokens", "best", "last", "steps")
 _MOST_IN_LABEL = 3  # options in the label of several seeds
 _MOST_SEEDS = 4  # to name in a cell
 
@@ -150,9 +151,12 @@ def compare(runs: Sequence[ReportedRun], series: Sequence[Series]) -> Comparison
                 )
                 for run in line.runs
             ]
+    kept = _different_columns(rows, first=len(texts))
+    for row in rows:
+        row.cells[len(texts) :] = [row.cells[len(texts) + at] for at in kept]
     return Comparison(
         options=short_names(differing),
-        columns=["final, all validation tokens", "best", "last", "steps"],
+        columns=[_RESULTS[at] for at in kept],
         rows=rows,
         ranked_by=ranked_by,
         has_finished=bool(finished),
@@ -222,6 +226,17 @@ def _results(runs: Sequence[ReportedRun]) -> list[str]:
     if len(runs) == 1 and best:
         best += f" at {runs[0].result.best_val_step or 0:,}"
     return [full, best, last, _joined([_steps(run) for run in runs])]
+
+
+def _different_columns(rows: Sequence[Row], first: int) -> list[int]:
+    """Return the numbers of the results, without a loss that is that of an earlier column in all rows.
+
+    Args:
+        rows: the rows, with all results.
+        first: the number of cells before the results.
+    """
+    columns = [[row.cells[first + at].partition(" at ")[0] for row in rows] for at in range(len(_RESULTS))]
+    return [at for at, column in enumerate(columns) if column not in columns[:at] or _RESULTS[at] == "steps"]
 
 
 def _spread(values: Sequence[float], num_runs: int) -> str:

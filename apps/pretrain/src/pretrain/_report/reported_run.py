@@ -88,8 +88,8 @@ class ReportedRun:
 
     @property
     def work_s(self) -> float:
-        """Seconds in which a command ran; those of the last command if the phases are damaged."""
-        return sum(self.result.seconds.values()) or self.result.wall_s
+        """Seconds in which a command ran."""
+        return sum(self.result.seconds.values())
 
     @property
     def tokens_per_step(self) -> int:
@@ -283,7 +283,7 @@ def _as_texts(fields: dict[str, Any]) -> dict[str, str]:
 
 def _result_so_far(history: RunHistory) -> RunResult:
     """Return the result, with the fields that a running training lacks, as far as the files tell."""
-    found = summarize(history, wall_s=0.0)
+    found = summarize(history)
     if history.result is not None:
         known = {entry.name: getattr(history.result, entry.name) for entry in dataclasses.fields(RunResult)}
         found = dataclasses.replace(found, **{name: value for name, value in known.items() if value not in (None, {})})

@@ -268,12 +268,11 @@ _PHASE_KEYS, _SAMPLE_KEYS = Phase.__annotations__.keys(), Sample.__annotations__
 _NEEDED = _PHASE_KEYS - {"before_s"}
 
 
-def summarize(history: RunHistory, *, wall_s: float, digests: dict[str, str] | None = None) -> RunResult:
+def summarize(history: RunHistory, *, digests: dict[str, str] | None = None) -> RunResult:
     """Return the result of a run.
 
     Args:
         history: the run's history.
-        wall_s: seconds from the start of the last command.
         digests: of the items of the last checkpoint, if they are known.
     """
     records = history.records
@@ -313,7 +312,6 @@ def summarize(history: RunHistory, *, wall_s: float, digests: dict[str, str] | N
         digests=description_digests(history.description) | (digests or {}),
         metrics={name: value for name, value in final.items() if name != "time_s"} | scores,
         seconds={name: round(seconds, 3) for name, seconds in seconds_by_phase(phases, ended_s or 0.0).items()},
-        wall_s=round(wall_s, 1),
         restarts=len(starts) - 1 if starts else None,
         workers=last_start.get("workers"),
     )

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 from pretrain._config import LENGTHS, PretrainConfig
 from pretrain._data_names import label_of, parse_data
+from pretrain._errors import short
 from pretrain._field_types import field_type
 from pretrain._presets import PRESETS
 from pretrain._run.differences import differing_options
@@ -111,6 +112,15 @@ def short_value(value: Any) -> str:
             return "none" if value is None else str(value)
 
 
+def typed_value(value: Any) -> str:
+    """Return a value as one types it on the command line, in one line of at most 80 characters.
+
+    >>> typed_value("local"), typed_value(None), typed_value(3e-4), typed_value(())
+    ('local', 'none', '3e-4', "''")
+    """
+    return short(short_value(value))
+
+
 def _limited(changed: Mapping[str, Any]) -> list[str]:
     """Return the parts of a name for options. A digest of all stands for the last ones if they are too many."""
     names = sorted(changed, key=lambda name: (_PLACES.get(name, len(_SHORT)), name))
@@ -125,17 +135,17 @@ def _limited(changed: Mapping[str, Any]) -> list[str]:
 
 def _part(name: str, value: Any) -> str:
     """Return the part of a name for an option. Parts of different values differ."""
-    short = short_name(name)
+    head = short_name(name)
     if isinstance(value, bool):
-        return short if value else f"no_{short}"
+        return head if value else f"no_{head}"
     text = short_value(value)
-    if isinstance(value, int | float) and not short[-1].isdigit():
-        return f"{short}{text}"
+    if isinstance(value, int | float) and not head[-1].isdigit():
+        return f"{head}{text}"
     if isinstance(value, str) and not _has_choices(name) and re.search(r"[^a-z0-9_.]", text):
         # Such as a name with spaces. Some file systems do not tell upper from lower case.
         words = re.sub(r"[^a-z0-9]+", "_", text.lower())[:20].strip("_")
         text = f"{words}_{_digest(text)}"
-    return f"{short}_{text}"
+    return f"{head}_{text}"
 
 
 def _digest(text: str) -> str:

@@ -19,9 +19,6 @@ class RunResult:
     metrics: dict[str, float]
     """The last value of each metric."""
 
-    wall_s: float
-    """Seconds from the start of the last command."""
-
     restarts: int | None
     """Starts of the workers after the first."""
 
@@ -90,7 +87,8 @@ class RunResult:
     """Training tokens per second, over all steps. Compiling, evaluations and saves do not count."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase of the run, over all its starts: see `pretrain._run.history.PhaseName`."""
+    """Seconds of each phase of the run, over all its starts: see `pretrain._run.history.PhaseName`. Their sum is the
+    `work_s` of `runs --json`."""
 
 
 def write_result(folder: RunFolder, result: RunResult) -> None:

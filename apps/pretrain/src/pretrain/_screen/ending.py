@@ -34,8 +34,8 @@ def show_result(history: RunHistory, result: RunResult, console: Console, *, sam
     """
     total_s = sum(result.seconds.values())
     num_starts = 1 + (result.restarts or 0)
-    starts = f" of work over {num_starts} starts" if num_starts > 1 and total_s else ""
-    print_line(console, f"done in {duration(total_s or result.wall_s)}{starts}")
+    starts = f" of work over {num_starts} starts" if num_starts > 1 else ""
+    print_line(console, f"done in {duration(total_s)}{starts}" if total_s else "done")
     print_facts(console, _numbers(history, result))
     if lines := sample_lines(history.samples, console.width if console.is_terminal else None):
         prompt = visible(next(found.prompt for found in history.samples))

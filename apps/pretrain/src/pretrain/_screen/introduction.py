@@ -7,10 +7,10 @@ from rich.console import Console
 from nnx_gpt2 import num_params
 from owt_data import GrowingTokens, TokenData
 from pretrain._config import PretrainConfig
-from pretrain._errors import shown
 from pretrain._run.description import Origin
 from pretrain._run.differences import option_values
 from pretrain._run.folder import RunFolder
+from pretrain._run.names import typed_value
 from pretrain._screen.printing import print_facts, print_line
 from ray_jax_launch import Hardware, latest_step
 
@@ -74,7 +74,9 @@ def _show_changes(before: PretrainConfig, config: PretrainConfig, console: Conso
     """Print the options that are others than at the last start, and whether checkpoints go."""
     old, new = option_values(before), option_values(config)
     changed = [
-        f"{name} {shown(old[name])} -> {shown(new[name])}" for name in new if new[name] != old[name] and name != "name"
+        f"{name} {typed_value(old[name])} -> {typed_value(new[name])}"
+        for name in new
+        if new[name] != old[name] and name != "name"
     ]
     if changed:
         print_line(console, f"changed since the last start: {', '.join(changed)}")

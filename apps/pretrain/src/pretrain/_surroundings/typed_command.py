@@ -1,4 +1,4 @@
-"""The beginning of the command line, as one types it."""
+"""The command line, as one types it."""
 
 import shlex
 import sys
@@ -13,3 +13,9 @@ def application() -> str:
     if program.parts[-2:] == ("pretrain", "__main__.py"):
         return "python -m pretrain"
     return "pretrain"
+
+
+def typed_arguments(command: str) -> str:
+    """Return the arguments of this command line. From Python, the command alone."""
+    arguments = sys.argv[1:]
+    return shlex.join(arguments if arguments[:1] == [command] else [command])

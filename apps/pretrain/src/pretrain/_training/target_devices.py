@@ -7,6 +7,7 @@ import jax
 
 from nnx_gpt2 import MemoryEstimate, absent_devices, device_memory
 from pretrain._errors import UsageError
+from pretrain._surroundings.typed_command import typed_arguments
 from pretrain._training.device_memory import device_memory_bytes
 from ray_jax_launch import Hardware, gpu_memory_share
 
@@ -58,7 +59,7 @@ def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
     except ValueError as error:
         extra = "tpu" if hardware.kind == "tpu" else "cuda12"
         raise UsageError(
-            f"--hardware {hardware}: {error} In a clone: uv run --extra {extra} apps/pretrain plan"
+            f"--hardware {hardware}: {error} In a clone: uv run --extra {extra} apps/pretrain {typed_arguments('plan')}"
         ) from error
     return Target(devices=devices, usable_bytes=usable_bytes)
 
