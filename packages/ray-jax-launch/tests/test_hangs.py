@@ -232,9 +232,7 @@ def train_to_a_hang_at_the_end(config: dict[str, Any]) -> int:
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_hang_at_the_end_of_a_loop_restarts_the_group(cluster, tmp_path, monkeypatch, caplog, record_property):
-    record_property(
-        "fault", "a worker hangs at the end of its loop, after the others have returned, and in a last save"
-    )
+    record_property("fault", "a worker hangs after the others have returned, and in the last save")
     record_property("lost", "steps since the last checkpoint")
     monkeypatch.setattr("ray_jax_launch._control.control_actor.ControlActor", ImpatientActor)
     events: list[Any] = []
@@ -245,10 +243,8 @@ def test_a_hang_at_the_end_of_a_loop_restarts_the_group(cluster, tmp_path, monke
             on_event=events.append,
         )  # fmt: skip
     after_return, after_stop = [event.text for event in events]
-    assert re.fullmatch(
-        r"no step for \S+ s after step 19 \(usual: \S+ s\), although worker 0 has returned", after_return
-    )
-    assert re.fullmatch(r"no step for \S+ s after step \d+ \(usual: \S+ s\), although all workers answer", after_stop)
+    assert re.fullmatch(r"no step for \S+ s after step 19 \(.*\), although worker 0 has returned", after_return)
+    assert re.fullmatch(r"no step for \S+ s after step \d+ \(.*\), although all workers answer", after_stop)
     stacks = [message for message in caplog.messages if message.startswith("stack of")]
     assert [stack.partition(":")[0] for stack in stacks] == [f"stack of worker {rank}" for rank in (1, 0, 1)]
     assert ", in sync_global_devices\n" in stacks[1]

@@ -23,8 +23,8 @@ _MULTIPLE = 20
 # While all workers answer, nothing has died: storage or a network may be slow. In work that is no step, only a worker
 # that does not answer for as long is suspicious.
 _PATIENCE = 5
-# While all workers answer, a save or the end of a loop takes at most this long between two signs of life. A slow save to
-# object storage takes minutes.
+# While all workers answer, a save or the end of a loop takes at most this long between two signs of life. A slow save
+# to object storage takes minutes.
 _LONGEST_END_S = 3600.0
 _LONGEST_TICK_S = 2.0
 # Workers that answer have sent their stacks within this time.
@@ -56,6 +56,11 @@ class Beat(NamedTuple):
 
     num_calls: int = 0
     """Number of times that the loop has said what it does: signs of life in work that is no step."""
+
+    @property
+    def progress(self) -> tuple[int, bool, int]:
+        """Values that change with each step and each sign of life."""
+        return self.num_computed, self.is_training, self.num_calls
 
 
 class Hang(NamedTuple):
@@ -116,12 +121,7 @@ class Watchdog:
             self.end_group()
             self._group, self._size = group, size
         worker = self._workers.setdefault(rank, _Worker(handle, beat, self._now_s, self._now_s))
-        before = worker.beat
-        if (beat.num_computed, beat.is_training, beat.num_calls) != (
-            before.num_computed,
-            before.is_training,
-            before.num_calls,
-        ):
+        if beat.progress != worker.beat.progress:
             worker.progress_s = self._now_s
         worker.beat, worker.answered_s = beat, self._now_s
         return self._asked_s is not None and worker.stack is None
