@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ from ray_jax_launch import (
     cpu,
     launch,
     log_metrics,
+    mark_finished,
     stop_requested,
     watch_steps,
 )
+from ray_jax_launch._control.control_actor import ControlActor
+from ray_jax_launch._control.session import current_session
 
 # Workers cannot import this file: their functions are sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -204,6 +208,101 @@ def test_a_validation_and_work_after_the_last_step_are_no_hang(cluster, tmp_path
         )  # fmt: skip
     assert result.return_value == 1
     assert caplog.messages == []
+
+
+class ImpatientActor(ControlActor):
+    """The control actor of workers whose end takes five seconds at most, and not an hour."""
+
+    def __init__(self, **options: Any) -> None:
+        from ray_jax_launch._control import watchdog  # of its own process
+
+        watchdog._PATIENCE, watchdog._LONGEST_END_S = 1, 5.0
+        super().__init__(**options)
+
+
+NOBODY_NOTICES_S = 90
+
+
+def train_to_a_hang_at_the_end(config: dict[str, Any]) -> int:
+    """In the first start, rank 1 joins a thread that hangs after the last step; in the second, after a stop request."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    rank, folder = jax.process_index(), Path(config["folder"])
+    start = len([*folder.glob(f"{rank}-*")])
+    (folder / f"{rank}-{start}").touch()
+    for step in range(1, 1000 if start else 20):
+        time.sleep(0.05)
+        if start == 1 and rank == 1 and step == 20:
+            os.kill(config["driver"], signal.SIGINT)
+        if stop_requested(step):
+            break
+    if rank == 1 and start < 2:
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(time.sleep, NOBODY_NOTICES_S)
+    if start:
+        multihost_utils.sync_global_devices("saved")
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_hang_at_the_end_of_a_loop_restarts_the_group(cluster, tmp_path, monkeypatch, caplog, record_property):
+    record_property("fault", "a worker hangs after the others have returned, and in the last save")
+    record_property("lost", "steps since the last checkpoint")
+    monkeypatch.setattr("ray_jax_launch._control.control_actor.ControlActor", ImpatientActor)
+    events: list[Any] = []
+    config = {"folder": str(tmp_path), "driver": os.getpid()}
+    with caplog.at_level(logging.WARNING, "ray_jax_launch"), pytest.raises(KeyboardInterrupt):
+        launch(
+            train_to_a_hang_at_the_end, config, hardware=cpu(2), storage_path=tmp_path, name="run", hang_timeout_s=5,
+            on_event=events.append,
+        )  # fmt: skip
+    after_return, after_stop = [event.text for event in events]
+    assert re.fullmatch(r"no step for \S+ s after step 19 \(.*\), although worker 0 has returned", after_return)
+    assert re.fullmatch(r"no step for \S+ s after step \d+ \(.*\), although all workers answer", after_stop)
+    stacks = [message for message in caplog.messages if message.startswith("stack of")]
+    assert [stack.partition(":")[0] for stack in stacks] == [f"stack of worker {rank}" for rank in (1, 0, 1)]
+    assert ", in sync_global_devices\n" in stacks[1]
+    assert all(", in train_to_a_hang_at_the_end\n    with ThreadPoolExecutor" in stacks[number] for number in (0, 2))
+
+
+def test_work_that_must_end_is_told_to_the_watchdog(tmp_path):
+    """A call of `Checkpoints`, and the work after `mark_finished` and after a stop request."""
+    told: dict[str, tuple[bool, bool]] = {}
+
+    def tell(when: str) -> None:
+        heartbeat: Any = current_session().heartbeat
+        told[when] = heartbeat.read().is_training, heartbeat.read().must_end
+
+    def tell_in_a_save(step: int) -> bool:
+        tell("in a save")
+        return False
+
+    def loop() -> None:
+        with Checkpoints(num_to_keep=1, keep=tell_in_a_save) as checkpoints:
+            for step in (1, 2):
+                assert not stop_requested(step)
+                checkpoints.save(step, {"state": {"step": np.array([step])}}, metadata={})
+                tell("in a step")
+        mark_finished()
+        tell("after mark_finished")
+
+    def loop_to_stop() -> None:
+        assert not stop_requested(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop_requested(2)
+        tell("after a stop request")
+
+    launch(loop, hardware="local", storage_path=tmp_path, name="run", hang_timeout_s=5)
+    with pytest.raises(KeyboardInterrupt):
+        launch(loop_to_stop, hardware="local", storage_path=tmp_path, name="stopped", hang_timeout_s=5)
+    assert told == {
+        "in a save": (False, True),
+        "in a step": (True, False),
+        "after mark_finished": (True, True),
+        "after a stop request": (False, True),
+    }
 
 
 class GoesOn(logging.Handler):

@@ -21,6 +21,7 @@ def test_the_time_of_other_work_is_not_that_of_a_step():
             time.sleep(0.3)
             assert not heartbeat.read().is_training
             assert not heartbeat.watch(True)
+        assert heartbeat.read().num_calls == 12
         assert 0 < heartbeat.read().usual_s < 0.15
     finally:
         heartbeat.end()
@@ -31,7 +32,7 @@ def test_the_first_step_counts_as_ten_and_a_step_counts_when_it_is_computed():
     """The first step takes long to compile. Its loss is on the device before that of the second one."""
     heartbeat = Heartbeat(LocalControl(), "group", 1, 0)
     try:
-        assert heartbeat.read() == (0, -1, False, 0.0, False)
+        assert heartbeat.read()[:5] == (0, -1, False, 0.0, False)
         time.sleep(0.5)
         ready = {8}
         for step in (7, 8):

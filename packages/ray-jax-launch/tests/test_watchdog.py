@@ -22,6 +22,7 @@ class Group:
         self.group = "first"
         self.steps = [0] * len(handles)
         self.is_training = [True] * len(handles)
+        self.must_end, self.num_calls = False, 0
         self.silent: set[int] = set()
         self.debugged: set[int] = set()
         self.stack: Callable[[int], str] = lambda rank: f"loop of {rank}\n"
@@ -39,7 +40,10 @@ class Group:
                 if rank in self.silent or ((int(self.now_s) - rank) % self.every_s and handle not in asked):
                     continue
                 usual_s = self.usual_of.get(rank, self.usual_s)
-                beat = Beat(self.steps[rank], 500 + self.steps[rank], self.is_training[rank], usual_s)
+                beat = Beat(
+                    self.steps[rank], 500 + self.steps[rank], self.is_training[rank], usual_s,
+                    must_end=self.must_end, num_calls=self.num_calls,
+                )  # fmt: skip
                 if self.watchdog.beat(self.group, len(self.handles), rank, beat, handle):
                     self.asked.append(rank)
                     in_debugger = rank in self.debugged
@@ -49,6 +53,13 @@ class Group:
                 return second, hang
             asked = set(self.watchdog.to_ask())
         return None
+
+    def end(self, *ranks: int) -> None:
+        """Let the loops of these workers return."""
+        self.silent |= {*ranks}
+        for rank in ranks:
+            beat = Beat(self.steps[rank], 500 + self.steps[rank], False, self.usual_s, has_ended=True, num_calls=1)
+            self.watchdog.beat(self.group, len(self.handles), rank, beat, self.handles[rank])
 
 
 def test_a_stopped_worker_ends_the_group_after_the_timeout_with_the_stacks_of_the_others():
@@ -149,37 +160,61 @@ def test_a_worker_that_is_stopped_in_a_validation_is_noticed_after_five_times_as
     assert 299 <= noticed[0] <= 303
 
 
-def test_a_worker_that_has_returned_and_is_silent_is_no_hang():
+def test_workers_end_an_hour_after_the_last_return_at_most():
+    """A worker that has returned is silent, and no hang."""
     group = Group()
     group.live(30, advancing=(0, 1, 2))
-    group.watchdog.beat("first", 3, 1, Beat(30, 530, False, 0.4, has_ended=True), "b")
-    group.silent, group.is_training[0] = {1}, False
-    assert group.live(10_000) is None
+    group.end(1)
+    group.is_training[0] = False  # the third one says nothing about its work after the last step
+    assert group.live(3000) is None
+    group.end(2)
+    assert group.live(3599) is None
+    noticed = group.live(5)
+    assert noticed is not None
+    assert noticed[1].handles == ["a", "b", "c"]
+    assert noticed[1].lines == ["stack of worker 0:\nloop of 0"]
+    assert group.watchdog.end_group().endswith(" (usual: 0.4 s), although workers 1, 2 have returned")
+
+
+def test_a_group_that_does_not_end_after_the_return_of_all_loops_hangs():
+    group = Group()
+    group.live(30, advancing=(0, 1, 2))
+    group.end(0, 1, 2)
+    assert group.live(3599) is None
+    noticed = group.live(5)
+    assert noticed is not None
+    assert (noticed[1].lines, noticed[1].handles) == ([], ["a", "b", "c"])
+    assert group.watchdog.end_group().endswith("although workers 0, 1, 2 have returned")
 
 
 def test_a_worker_that_is_stopped_after_another_has_returned_is_noticed_after_five_times_as_long():
     group = Group()
     group.live(30, advancing=(0, 1, 2))
-    group.watchdog.beat("first", 3, 1, Beat(30, 530, False, 0.4, has_ended=True), "b")
-    group.silent = {1}
-    assert group.live(1000) is None  # the others do long work, and answer
-    group.silent = {1, 2}
+    group.end(1)
+    group.silent |= {2}
     noticed = group.live(1000)
     assert noticed is not None
     assert 299 <= noticed[0] <= 303
-    assert noticed[1].handles == ["a", "b", "c"]
-    assert noticed[1].lines == ["stack of worker 0:\nloop of 0"]
-    assert group.asked == [0]
     assert group.watchdog.end_group().endswith(": worker 2 does not answer")
 
 
-def test_a_group_of_which_all_workers_have_returned_is_no_hang():
-    group = Group()
+@pytest.mark.parametrize(("timeout_s", "least_s"), [(5.0, 3600), (60.0, 3600), (1000.0, 5000)])
+def test_a_save_and_the_end_of_a_loop_take_an_hour_between_two_signs_of_life(timeout_s, least_s):
+    group = Group(timeout_s)
     group.live(30, advancing=(0, 1, 2))
-    for rank, handle in enumerate(group.handles):
-        group.watchdog.beat("first", 3, rank, Beat(30, 530, False, 0.4, has_ended=True), handle)
-    group.silent = {0, 1, 2}
-    assert group.live(10_000) is None
+    group.is_training, group.must_end = [False] * 3, True
+    for group.num_calls in (1, 2, 3):
+        assert group.live(least_s - 1) is None
+    noticed = group.live(5)
+    assert noticed is not None
+    assert group.watchdog.end_group().endswith("(usual: 0.4 s), although all workers answer")
+
+
+def test_a_restore_before_the_first_step_that_hangs_is_named_without_a_step():
+    group = Group(handles=("a",))
+    group.steps, group.is_training, group.must_end = [-501], [False], True
+    assert group.live(4000) is not None
+    assert group.watchdog.end_group() == "no step for 3601 s, although all workers answer"
 
 
 def test_a_worker_without_a_first_step_is_no_hang():

@@ -277,6 +277,7 @@ class RunLog:
             self._write_scores(is_last=True)
             while not self._scores.is_idle and not stop_pending():
                 time.sleep(_LOOK_EVERY_S)
+                self._watch(False)  # a sign of life: the scores may take hours, and the other workers have returned
                 self._write_scores(is_last=True)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:

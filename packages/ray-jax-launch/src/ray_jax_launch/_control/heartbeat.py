@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from ray_jax_launch._control.control_actor import ControlHandle, answer
@@ -49,6 +50,7 @@ class Heartbeat:
         self._pending: deque[tuple[int, Any]] = deque()
         self._step, self._num_added, self._num_computed = -1, 0, 0
         self._is_training = True
+        self._num_calls, self._num_ends = 0, 0
         self._times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._since_s, self._num_before = time.monotonic(), 0
         self._has_ended = False
@@ -72,8 +74,9 @@ class Heartbeat:
             self._count()
 
     def watch(self, is_training: bool) -> bool:
-        """Note whether the loop computes steps from now on. Return what was before."""
+        """Note whether the loop computes steps from now on. Return what was before. Each call is a sign of life."""
         with self._lock:
+            self._num_calls += 1
             before, self._is_training = self._is_training, is_training
             if is_training and not before:
                 self._count()
@@ -81,6 +84,21 @@ class Heartbeat:
             if is_training != before:
                 self.turns.call_soon()  # a process that is stopped after this must not seem to do other work
             return before
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Note that the loop computes no steps in the block, and that the block must end."""
+        before = self.watch(False)
+        self._num_ends += 1
+        try:
+            yield
+        finally:
+            self._num_ends -= 1
+            self.watch(before)
+
+    def must_end(self) -> None:
+        """Note that the loop has computed its last step, and must end."""
+        self._num_ends += 1
 
     def end(self) -> None:
         """Note that the loop has returned. What this worker does now takes as long as it takes."""
@@ -101,7 +119,10 @@ class Heartbeat:
                 self._since_s, self._num_before = now_s, self._num_computed
             usual_s = statistics.median(self._times) if self._times else 0.0
             is_training = self._is_training and self._num_added > 0
-            return Beat(self._num_computed, self._step, is_training, usual_s, self._has_ended)
+            must_end = self._num_ends > 0
+            return Beat(
+                self._num_computed, self._step, is_training, usual_s, self._has_ended, must_end, self._num_calls
+            )
 
     def _count(self) -> None:
         while self._pending and ((array := self._pending[0][1]) is None or array.is_ready()):

@@ -75,13 +75,7 @@ def current_session() -> Session:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Tell the watchdog that the time in the block belongs to no step, if a loop runs in this process."""
+    """Tell the watchdog that the block is no step, and must end, if a loop runs in this process."""
     heartbeat = None if _session is None else _session.heartbeat
-    if heartbeat is None:
+    with contextlib.nullcontext() if heartbeat is None else heartbeat.saving():
         yield
-        return
-    before = heartbeat.watch(False)
-    try:
-        yield
-    finally:
-        heartbeat.watch(before)

@@ -2,8 +2,13 @@
 
 It decides from what the workers send (`heartbeat.py`). Its clock adds up the times between the driver's collections,
 and at most two seconds for each: the clock stops while the driver or the whole machine is suspended.
+
+A group is watched from the first beats of all its workers, when their loops begin, until Ray Train ends it. Work that
+is no step may take any time while all workers answer, unless it must end: a call of `Checkpoints`, and all that comes
+after a stop request, after `mark_finished`, or after the return of a worker.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +23,9 @@ _MULTIPLE = 20
 # While all workers answer, nothing has died: storage or a network may be slow. In work that is no step, only a worker
 # that does not answer for as long is suspicious.
 _PATIENCE = 5
+# While all workers answer, a save or the end of a loop takes at most this long between two signs of life. A slow save
+# to object storage takes minutes.
+_LONGEST_END_S = 3600.0
 _LONGEST_TICK_S = 2.0
 # Workers that answer have sent their stacks within this time.
 _STACKS_WITHIN_S = 10.0
@@ -43,6 +51,17 @@ class Beat(NamedTuple):
     has_ended: bool = False
     """True if it has returned. The worker sends nothing after this."""
 
+    must_end: bool = False
+    """True if what it does must end: a call of `Checkpoints`, or the work after the last step."""
+
+    num_calls: int = 0
+    """Number of times that the loop has said what it does: signs of life in work that is no step."""
+
+    @property
+    def progress(self) -> tuple[int, bool, int]:
+        """Values that change with each step and each sign of life."""
+        return self.num_computed, self.is_training, self.num_calls
+
 
 class Hang(NamedTuple):
     """A group that computes no step."""
@@ -61,7 +80,7 @@ class _Worker:
 
     beat: Beat
     progress_s: float
-    """Time of its last step, or of the last change between steps and other work."""
+    """Time of its last step or its last sign of life."""
 
     answered_s: float
     stack: str | None = None
@@ -74,8 +93,9 @@ class Watchdog:
     Args:
         timeout_s: seconds without a step after which a group hangs, if a worker does not answer. While all workers
             answer, and in work that is no step, it is five times as long; in any case at least 20 times the usual time
-            of a step. In work that is no step, and once a worker has returned, only a worker that does not answer
-            hangs. In a large group it is longer by the time between two beats of a worker. None never.
+            of a step. In work that is no step, only a worker that does not answer hangs; if the work must end, an hour
+            without a sign of life is a hang too, or five times this time if that is longer. In a large group it is
+            longer by the time between two beats of a worker. None never.
         clock: returns seconds.
     """
 
@@ -101,7 +121,7 @@ class Watchdog:
             self.end_group()
             self._group, self._size = group, size
         worker = self._workers.setdefault(rank, _Worker(handle, beat, self._now_s, self._now_s))
-        if (beat.num_computed, beat.is_training) != (worker.beat.num_computed, worker.beat.is_training):
+        if beat.progress != worker.beat.progress:
             worker.progress_s = self._now_s
         worker.beat, worker.answered_s = beat, self._now_s
         return self._asked_s is not None and worker.stack is None
@@ -125,25 +145,29 @@ class Watchdog:
         now_s = self._clock()
         self._now_s += min(now_s - self._looked_s, _LONGEST_TICK_S)
         self._looked_s = now_s
-        workers = {rank: one for rank, one in self._workers.items() if not one.beat.has_ended}
-        if self._timeout_s is None or not workers or len(self._workers) < self._size:
+        workers = self._workers
+        if self._timeout_s is None or not 0 < len(workers) == self._size:
             self._calm_down()
             return None
+        running = {rank: one for rank, one in workers.items() if not one.beat.has_ended}
         # The beats of a large group come less often.
         late_s = seconds_between(self._size, BEAT_EVERY_S) - BEAT_EVERY_S
         answer_s = self._timeout_s + late_s
-        silent = [rank for rank, one in workers.items() if self._now_s - one.answered_s >= answer_s]
+        silent = [rank for rank, one in running.items() if self._now_s - one.answered_s >= answer_s]
         # The last word of a worker may be older than its state. That of a silent one does not count beside others.
-        heard = [one for rank, one in workers.items() if rank not in silent] or [*workers.values()]
-        said = {one.beat.is_training for one in heard}
-        is_step = said == {True} and len(workers) == self._size  # after a return, the others do what it left to them
+        heard = [one for rank, one in running.items() if rank not in silent] or [*running.values()]
+        is_step = len(running) == self._size and all(one.beat.is_training for one in heard)
         long_s = self._timeout_s * _PATIENCE
-        if not is_step and all(self._now_s - one.answered_s < long_s + late_s for one in workers.values()):
-            self._calm_down()
-            return None
+        if is_step:
+            patience_s = self._timeout_s if silent else long_s
+        elif any(self._now_s - one.answered_s >= long_s + late_s for one in running.values()):
+            patience_s = long_s
+        elif any(one.beat.must_end or one.beat.has_ended for one in workers.values()):
+            patience_s = max(_LONGEST_END_S, long_s)
+        else:
+            patience_s = math.inf
         stalled_s = self._now_s - max(one.progress_s for one in workers.values())
         usual_s = max(one.beat.usual_s for one in workers.values())
-        patience_s = self._timeout_s if silent and is_step else long_s
         if stalled_s < max(patience_s, _MULTIPLE * usual_s):
             self._calm_down()
             return None
@@ -151,7 +175,7 @@ class Watchdog:
             return None
         if self._asked_s is None:
             self._asked_s = self._now_s
-        missing = [rank for rank, one in workers.items() if one.stack is None]
+        missing = [rank for rank, one in running.items() if one.stack is None]
         if set(missing) - set(silent) and self._now_s - self._asked_s < _STACKS_WITHIN_S:
             return None
         self._has_told = True
@@ -162,7 +186,7 @@ class Watchdog:
         if self._asked_s is None or self._has_asked:
             return []
         self._has_asked = True
-        return [one.handle for one in self._workers.values() if one.handle is not None and not one.beat.has_ended]
+        return [one.handle for one in self._workers.values() if one.handle is not None]
 
     def _calm_down(self) -> None:
         self._asked_s, self._has_asked, self._has_told = None, False, False
@@ -172,7 +196,9 @@ class Watchdog:
     def _describe(self, stalled_s: float, usual_s: float, missing: Sequence[int]) -> Hang:
         workers = self._workers
         step = max(one.beat.step for one in workers.values())
-        what = f"no step for {_seconds(stalled_s)} after step {step} (usual: {_seconds(usual_s)})"
+        what = f"no step for {_seconds(stalled_s)}"
+        if step >= 0:
+            what += f" after step {step} (usual: {_seconds(usual_s)})"
         debugged = sorted(rank for rank, one in workers.items() if one.is_in_debugger)
         handles = [one.handle for one in workers.values() if one.handle is not None]
         lines = self._stacks()
@@ -183,6 +209,8 @@ class Watchdog:
             return Hang([f"{what}; this process cannot be restarted from outside", *lines], [])
         if missing:
             self._cause = f"{what}: {_names(missing)} {'do' if len(missing) > 1 else 'does'} not answer"
+        elif ended := sorted(rank for rank, one in workers.items() if one.beat.has_ended):
+            self._cause = f"{what}, although {_names(ended)} {'have' if len(ended) > 1 else 'has'} returned"
         else:
             self._cause = f"{what}, although all workers answer"
         return Hang(lines, handles)

@@ -81,8 +81,9 @@ def launch(  # noqa: PLR0913 - a launch in one call
         wait_for_resources_s: seconds to wait for an autoscaler, or a person, to add missing nodes.
         hang_timeout_s: seconds without a step after which the workers are killed and start again, as after a failure,
             if a worker does not answer; five times as long if all answer, and at least 20 times the usual time of a
-            step. A step ends when the loop calls `stop_requested`; see there and `watch_steps`. With `local`, the stack
-            of the loop is logged, and the loop goes on. None, the default, for any time.
+            step. A step ends when the loop calls `stop_requested`; see there and `watch_steps`. A save, and the end of
+            the loops, take an hour without a sign of life, or five times as long if that is longer. With `local`, the
+            stack of the loop is logged, and the loop goes on. None, the default, for any time.
         env_vars: environment variables of the workers, set before jax is imported. They win over those that
             `worker_environment(hardware)` sets.
         runtime_env: Ray's runtime environment of the workers. `local` uses only its `env_vars`.

@@ -95,6 +95,8 @@ class RestartPolicy(FailurePolicy):
         """Return whether to retry or to raise. Called once for each failure of the group."""
         self._hang = answer(self._control.end_group.remote())
         if answer(self._control.state.remote()).finished is not None:
+            if self._hang:
+                self._log(self._hang)
             return FailureDecision.RAISE  # `launch` then returns the result that `mark_finished` was given
         if isinstance(training_failed_error, ControllerError):
             cause = training_failed_error.controller_failure

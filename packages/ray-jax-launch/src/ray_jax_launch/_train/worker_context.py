@@ -247,7 +247,10 @@ def mark_finished(return_value: Any = None) -> None:
     Args:
         return_value: `Result.return_value` if the loop fails after this. If it does not, the loop's own value is used.
     """
-    answer(current_session().control.finish.remote(return_value))
+    session = current_session()
+    if session.heartbeat is not None:
+        session.heartbeat.must_end()
+    answer(session.control.finish.remote(return_value))
 
 
 def stop_requested(step: int, computed: Any = None) -> bool:
@@ -282,8 +285,9 @@ def stop_requested(step: int, computed: Any = None) -> bool:
     if session.heartbeat is not None:
         session.heartbeat.add(step, computed)
     stops = session.poller.stop_requested(step)
-    if stops:
-        watch_steps(False)  # the loop saves
+    if stops and session.heartbeat is not None:
+        session.heartbeat.must_end()
+        session.heartbeat.watch(False)  # the loop saves
     return stops
 
 
@@ -300,8 +304,14 @@ def watch_steps(is_training: bool) -> None:
     """Tell the watchdog of `launch(hang_timeout_s=)` whether the loop computes steps from now on.
 
     Call it with False before work that is no step, such as a validation, and with True after it: such work may take any
-    time while the process answers. The methods of `Checkpoints` need no call. The watch begins with the first
-    `stop_requested`, and ends when the loop returns. Without `hang_timeout_s` this does nothing.
+    time while all workers answer. The methods of `Checkpoints` need no call.
+
+    Work that must end may take an hour, or five times `hang_timeout_s` if that is longer: a method of `Checkpoints`,
+    and everything after a stop request, after `mark_finished`, or after the return of a worker. If it takes longer,
+    call this with False again from time to time, on any worker: the hour begins again.
+
+    Steps are watched from the first `stop_requested` on. Before it, and once the loops have begun, only a worker that
+    does not answer hangs. Without `hang_timeout_s` this does nothing.
 
     Args:
         is_training: whether the loop computes steps.
