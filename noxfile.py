@@ -333,8 +333,9 @@ def tagged_package(session: nox.Session, tag: str) -> str:
     declared = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
     if tagged != declared:
         session.error(f"the tag's version must be {declared}, as in pyproject.toml, got {tagged}. Correct the tag")
-    if f"\n## [{declared}] - " not in (folder / "CHANGELOG.md").read_text():
-        session.error(f"the changelog of {name} must have a section for {declared}, got none. Add the section")
+    changes = (folder / "CHANGELOG.md").read_text()
+    if f"\n## [{declared}] - " not in changes or "\n## [Unreleased]" in changes:
+        session.error(f"the changelog of {name} must name all changes under {declared}. Rename its section Unreleased")
     if repository().startswith("https://example.org/"):
         session.error("the address of the repository is a placeholder; set `repository` in pyproject.toml")
     return name
@@ -354,7 +355,8 @@ def build_files(session: nox.Session, names: list[str]) -> None:
             staged = Path(folder) / name
             shutil.copytree(ROOT / MEMBERS[name], staged, ignore=shutil.ignore_patterns("tests", "__pycache__"))
             readme = staged / "README.md"
-            text = readme.read_text().replace("git+REPOSITORY", f"git+{repository()}")
+            install = f"```\npip install {name}\n```"
+            text = re.sub(r"<!-- before the first release -->.*?<!-- end -->", install, readme.read_text(), flags=re.S)
             readme.write_text(absolute_links(text, address))
             urls = {"Repository": repository(), "Changelog": f"{address}/CHANGELOG.md"}
             with (staged / "pyproject.toml").open("a") as project:

@@ -81,7 +81,8 @@ def _page(
         more.append(f"{application()} train --help-all shows the other options.")
     if is_overview:
         more.append("COMMAND --help shows the options of a command, and --version the versions.")
-        more.append('eval "$(pretrain --completion bash)" completes commands and options; also zsh and fish.')
+        if application() == "pretrain":
+            more.append('eval "$(pretrain --completion bash)" completes commands and options; also zsh and fish.')
     yield [("more", 0), *((f"  {line}", 2) for line in more)]
     yield [("examples", 0), *((f"  {_as_typed(line)}", 6) for line in EXAMPLES[command])]
 
