@@ -152,6 +152,7 @@ def test_the_help_of_a_process_ends_with_success():
     assert (done.returncode, done.stderr) == (0, "")
     shown = "".join(done.stdout.split())  # A long path of the application breaks anywhere.
     assert shown.startswith("".join(f"usage: uv run {APPLICATION} [COMMAND] [OPTIONS]".split()))
+    assert "--completion" not in shown  # which completes the installed command
 
 
 @pytest.mark.parametrize(
