@@ -215,7 +215,7 @@ def test_windows_are_the_same_after_every_kill(corpus, prepared_start, tmp_path,
         assert process.stdin is not None
         assert process.stdout is not None
         if number == 5:
-            process.stdin.close()
+            print(file=process.stdin, flush=True)
         for line in process.stdout:
             step, digest = line.split()
             assert digests.setdefault(int(step), digest) == digest

