@@ -72,6 +72,34 @@ def wait_until() -> Callable[..., None]:
     return wait
 
 
+HOLD = """
+import importlib, itertools, sys
+def hold_at(module, name, number):
+    module, calls = importlib.import_module(module), itertools.count(1)
+    function = getattr(module, name)
+    def call(*args, **options):
+        if next(calls) == number:
+            print("held", flush=True)
+            sys.stdin.readline()
+        return function(*args, **options)
+    setattr(module, name, call)
+"""
+
+
+@pytest.fixture(scope="session")
+def hold_at() -> Callable[[str, int], str]:
+    """Returns code that holds a process before a call of a function, by the number of the call.
+
+    The process prints `held`, and goes on once it gets a line, or the end of its standard input.
+    """
+
+    def code(function: str, number: int) -> str:
+        module, _, name = function.rpartition(".")
+        return f"{HOLD}hold_at({module!r}, {name!r}, {number})\n"
+
+    return code
+
+
 @pytest.fixture(scope="session")
 def tokenizing_processes() -> Callable[[], list[int]]:
     """Lists the tokenizing processes that this process has started."""
@@ -301,7 +329,6 @@ class Hub:
         self.revision = "a" * 40
         self.requests: list[str] = []
         self.sent: Counter[str] = Counter()
-        self.seconds_per_read = 0.0
         self.fails_with: int | None = None
         self.files = dict(self.first_files)
 
@@ -342,8 +369,6 @@ class Hub:
         self.requests.append(f"{revision[0]} {path}")
         if path not in self.files:
             return flask.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
-        if path == "plain_text/train-3.parquet":
-            time.sleep(self.seconds_per_read)
         commit = self.revision if revision == "main" else revision
         headers = {"ETag": f'"{path}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         response = flask.Response(self.files[path], headers=headers)

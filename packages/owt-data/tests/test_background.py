@@ -198,6 +198,7 @@ with prepare_in_background(corpus, out, PrepareOptions(tokenizer="bytes", split=
     steps = read_steps(data.train, batches, start_step=first, stop_step=1000)
     for step, windows in steps:
         print(step, hashlib.sha256(windows.tobytes()).hexdigest(), flush=True)
+sys.stdin.readline()  # does not end before it is killed
 """
 
 
@@ -209,9 +210,12 @@ def test_windows_are_the_same_after_every_kill(corpus, prepared_start, tmp_path,
     for number in range(6):
         process = subprocess.Popen(
             [sys.executable, "-c", KILLED, str(corpus), str(tmp_path / "out"), str(len(digests))],
-            stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        assert process.stdin is not None
         assert process.stdout is not None
+        if number == 5:
+            print(file=process.stdin, flush=True)
         for line in process.stdout:
             step, digest = line.split()
             assert digests.setdefault(int(step), digest) == digest

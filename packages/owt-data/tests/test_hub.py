@@ -89,12 +89,14 @@ def arguments(folder, *sources, num_processes=1):
     return ["prepare", *sources, str(folder / "out"), "--tokenizer", "bytes", "--num-processes", str(num_processes)]
 
 
-def start(hub, home, arguments, *, offline=False, shard_bytes=50_000):
-    """`owt-data` with these arguments, as a process of its own."""
-    code = prepare_code(shard_bytes) + "from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
+def start(hub, home, arguments, *, offline=False, shard_bytes=50_000, before=""):
+    """`owt-data` with these arguments, as a process of its own, after some code."""
+    code = before + prepare_code(shard_bytes) + "from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env=environment(hub, home, offline=offline),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -162,24 +164,22 @@ def run_offline(hub_server, copy):
 
 
 @pytest.fixture(scope="module")
-def killed(hub_server, copy, tmp_path_factory, wait_until):
+def killed(hub_server, copy, tmp_path_factory, hold_at):
     """Gives the folder of a prepare that was SIGKILLed after the first file and before the last."""
 
     def kill(*, offline):
         hub_server.reset()
-        hub_server.seconds_per_read = 2.0  # of the last file, before which those of the first will have been recorded
         folder = tmp_path_factory.mktemp("killed")
         journal = folder / ".out.partial/parts-all/parts.jsonl"
         home = copy if offline else tmp_path_factory.mktemp("home")
 
-        def is_past_the_first_file():
-            text = journal.read_text() if journal.exists() else ""
-            return text.count("\n") > 3 and re.search(r'"stop": \[[1-9]', text)  # and a header
-
-        process = start(hub_server, home, arguments(folder, num_processes=2), offline=offline)
-        wait_until(is_past_the_first_file, process)
+        # Each of the four files has about ten shards.
+        held = hold_at("owt_data._prepare.shards.append_record", 15)
+        process = start(hub_server, home, arguments(folder, num_processes=2), offline=offline, before=held)
+        assert process.stdout.readline() == "held\n", process.communicate()[1]
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        assert re.search(r'"stop": \[[1-9]', journal.read_text())
         assert process.returncode == -signal.SIGKILL
         assert not (folder / "out").exists()
         return folder
@@ -335,7 +335,7 @@ def test_a_hub_that_answers_with_an_error_keeps_finished_shards(
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", ["made", pytest.param("real", marks=pytest.mark.shared_data)])
 def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
-    kind, hub, tmp_path, request, record_property, wait_until, run_online
+    kind, hub, tmp_path, request, record_property, wait_until, hold_at, run_online
 ):
     record_property("fault", "SIGKILL of a preparation of the hub's wikitext, three times")
     record_property("lost", "the shards in progress")
@@ -355,11 +355,15 @@ def test_wikitext_of_the_hub_has_the_tokens_of_a_local_file_also_after_kills(
     prepare(local, tmp_path / "local", options, num_processes=1)
     names = ["train=org/corpus:wikitext:train", "val=org/corpus:wikitext:validation"]
     command = [*arguments(tmp_path, *names), "--documents", "wikitext-titles", "--row-end", "\n"]
-    journal = tmp_path / ".out.partial/parts-train/parts.jsonl"
+    staging, held = tmp_path / ".out.partial", hold_at("owt_data._prepare.prepare.rename_durably", 1)
+    journal, result = staging / "parts-train/parts.jsonl", staging / "result"
     for _ in range(3):
         before = journal.stat().st_size if journal.exists() else 0
-        process = start(hub, tmp_path / "home", command, shard_bytes=20_000)
-        wait_until(lambda before=before: journal.exists() and journal.stat().st_size > before, process)
+        process = start(hub, tmp_path / "home", command, shard_bytes=20_000, before=held)
+        # If this machine is slow here, an earlier start may have tokenized everything.
+        wait_until(
+            lambda before=before: result.exists() or (journal.exists() and journal.stat().st_size > before), process
+        )
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not (tmp_path / "out").exists()

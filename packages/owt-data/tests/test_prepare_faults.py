@@ -19,6 +19,8 @@ from owt_data._tokens.journal import read_journal, shard_path
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 TIMEOUT_S = 120
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
+APPEND, RENAME = "owt_data._prepare.shards.append_record", "owt_data._prepare.prepare.rename_durably"
+COPY = "owt_data._prepare.assemble.copy_ranges"
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +31,12 @@ def undisturbed(corpus) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(corpus, kill_when) -> Path:
-    """The working folder of a prepare that was killed after some shards."""
+def killed(corpus, hold_at) -> Path:
+    """The working folder of a prepare that was killed after five shards."""
     out, staging = corpus.with_name("killed"), corpus.with_name(".killed.partial")
-    journal = staging / "parts-all/parts.jsonl"
-    kill_when(start(corpus, out), lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 5)
+    kill_held(start(corpus, out, before=hold_at(APPEND, 6)))
     assert not out.exists()
+    assert len(read_journal(staging / "parts-all")) == 5
     return staging
 
 
@@ -45,26 +47,28 @@ def interrupted(killed, tmp_path) -> Path:
     return tmp_path / "out"
 
 
-def start(corpus, out, *options, times=1):
-    """`owt-data prepare` of the corpus, given `times` times for more work."""
-    sources = [str(corpus)] * times
-    arguments = ["prepare", *sources, str(out), "--tokenizer", "bytes", "--val-fraction", "0.1", *options]
+def start(corpus, out, *options, before):
+    """`owt-data prepare` of the corpus, after some code."""
+    arguments = ["prepare", str(corpus), str(out), "--tokenizer", "bytes", "--val-fraction", "0.1", *options]
     # Background processes of a shell inherit that Ctrl-C is ignored.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    return subprocess.Popen([sys.executable, "-c", heed + COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", before + heed + COMMAND, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def kill_when(wait_until):
-    """Kills a process once a condition holds. The process must not end before."""
+def kill(process):
+    """Kill a process, which must not have ended."""
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
 
-    def kill(process, condition):
-        wait_until(condition, process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
 
-    return kill
+def kill_held(process):
+    """Kill a process once it is held."""
+    assert process.stdout.readline() == "held\n", process.communicate()[1]
+    kill(process)
 
 
 def assert_same(out, expected):
@@ -78,20 +82,20 @@ def assert_same(out, expected):
 
 @pytest.mark.fault
 def test_prepare_killed_at_random_moments_writes_the_same_bytes(
-    corpus, undisturbed, tmp_path, record_property, wait_until, kill_when
+    corpus, undisturbed, tmp_path, record_property, wait_until, hold_at
 ):
     record_property("fault", "SIGKILL of prepare at four random moments")
     record_property("lost", "the shards in progress")
     rng = random.Random(1)
     out, staging = tmp_path / "out", tmp_path / ".out.partial"
     for _ in range(4):
-        process = start(corpus, out)
+        process = start(corpus, out, before=hold_at(RENAME, 1))
         wait_until(staging.exists, process)
-        moment = time.monotonic() + rng.uniform(0, 0.5)
-        kill_when(process, lambda moment=moment: time.monotonic() > moment)
+        time.sleep(rng.uniform(0, 0.5))
+        kill(process)  # if it is already done, it is held before its folder gets its name
         assert not out.exists()
     began = time.monotonic()
-    process = start(corpus, out)
+    process = start(corpus, out, before="")
     process.communicate()
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert process.returncode == 0
@@ -99,11 +103,12 @@ def test_prepare_killed_at_random_moments_writes_the_same_bytes(
 
 
 @pytest.mark.fault
-def test_a_prepare_killed_while_assembling_resumes(corpus, undisturbed, tmp_path, record_property, kill_when):
+def test_a_prepare_killed_while_assembling_resumes(corpus, undisturbed, tmp_path, record_property, hold_at):
     record_property("fault", "SIGKILL of prepare while it assembles the shards")
     record_property("lost", "what was assembled")
     out = tmp_path / "out"
-    kill_when(start(corpus, out), (tmp_path / ".out.partial/result/train.bin").exists)
+    kill_held(start(corpus, out, before=hold_at(COPY, 2)))
+    assert (tmp_path / ".out.partial/result/train.bin").exists()
     assert not out.exists()
     began = time.monotonic()
     prepare(str(corpus), out, OPTIONS, num_processes=1)
@@ -245,17 +250,15 @@ def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_rejected
 
 @pytest.mark.fault
 def test_two_prepares_into_one_folder_are_rejected_and_the_first_resumes(
-    corpus, undisturbed, tmp_path, record_property, wait_until
+    corpus, undisturbed, tmp_path, record_property, hold_at
 ):
     record_property("fault", "a second prepare into one folder")
     record_property("lost", "nothing")
     out = tmp_path / "out"
-    first = start(corpus, out, "--num-processes", "1")
-    wait_until((tmp_path / ".out.partial/plan.json").exists, first)
-    first.send_signal(signal.SIGSTOP)
+    first = start(corpus, out, "--num-processes", "1", before=hold_at(APPEND, 1))
+    assert first.stdout.readline() == "held\n"
     with pytest.raises(DataError, match=r"^Another process prepares into .*out"):
         prepare(str(corpus), out, OPTIONS)
-    first.send_signal(signal.SIGCONT)
     first.communicate()
     assert first.returncode == 0
     assert_same(out, undisturbed)
@@ -276,20 +279,20 @@ def test_a_lock_of_a_dead_process_does_not_block(articles, tmp_path, record_prop
 
 
 @pytest.mark.fault
-def test_ctrl_c_keeps_finished_shards(corpus, tmp_path, record_property, wait_until):
+def test_ctrl_c_keeps_finished_shards(corpus, undisturbed, tmp_path, record_property, hold_at):
     record_property("fault", "Ctrl-C in prepare")
     record_property("lost", "the shards in progress")
-    out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
-    process = start(corpus, out, "--num-processes", "1", times=4)
-    wait_until(lambda: journal.exists() and journal.stat().st_size, process)
+    out = tmp_path / "out"
+    process = start(corpus, out, "--num-processes", "1", before=hold_at(APPEND, 2))
+    assert process.stdout.readline() == "held\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
     assert err == "interrupted: run the same command again to resume\n"
     assert not out.exists()
-    manifest = prepare([str(corpus)] * 4, out, OPTIONS, num_processes=1)
-    assert sum(record.num_documents for record in manifest.files.values()) == 4 * 4000
-    assert verify(out) == []
+    assert len(read_journal(tmp_path / ".out.partial/parts-all")) == 1
+    prepare(str(corpus), out, OPTIONS, num_processes=1)
+    assert_same(out, undisturbed)
 
 
 @pytest.mark.fault

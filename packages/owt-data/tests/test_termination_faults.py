@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -18,6 +17,7 @@ from owt_data._cli import _signals_as_ctrl_c, main
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 SCHEMA = pa.schema([("text", pa.large_string()), ("starts", pa.bool_()), ("ends", pa.bool_())])
 COMMAND = "import sys; from owt_data._cli import main; sys.exit(main(sys.argv[1:]))"
+APPEND = "owt_data._prepare.shards.append_record"
 NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
 
 
@@ -25,17 +25,18 @@ def start(corpus, out, before=""):
     """`owt-data prepare` of the corpus, given four times over, with three tokenizing processes."""
     arguments = ["prepare", *[str(corpus)] * 4, str(out), "--tokenizer", "bytes", "--val-fraction", "0.1"]
     command = [sys.executable, "-c", before + COMMAND, *arguments, "--num-processes", "3"]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("moment", ["plan.json", "parts-all/parts.jsonl"])
-def test_a_terminated_prepare_ends_as_after_ctrl_c(moment, corpus, tmp_path, record_property, wait_until):
-    record_property("fault", f"SIGTERM to prepare once it has {Path(moment).name}")
+@pytest.mark.parametrize("num_shards", [0, 1])
+def test_a_terminated_prepare_ends_as_after_ctrl_c(num_shards, corpus, tmp_path, record_property, hold_at):
+    record_property("fault", f"SIGTERM to prepare once it has tokenized {num_shards} shards")
     record_property("lost", "the shards in progress")
-    out, reached = tmp_path / "out", tmp_path / ".out.partial" / moment
-    process = start(corpus, out)
-    wait_until(lambda: reached.exists() and reached.stat().st_size, process)
+    out = tmp_path / "out"
+    process = start(corpus, out, hold_at(APPEND, num_shards + 1))
+    assert process.stdout.readline() == "held\n"
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()  # ends once no tokenizing process has the pipe
     assert process.returncode == 130
@@ -49,12 +50,11 @@ def test_a_terminated_prepare_ends_as_after_ctrl_c(moment, corpus, tmp_path, rec
 
 @pytest.mark.fault
 @pytest.mark.parametrize("signals", ["SIGTERM " * 8, "SIGINT " * 8, "SIGHUP", "SIGHUP SIGTERM"])
-def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, record_property, wait_until):
+def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, record_property, hold_at):
     record_property("fault", f"{', '.join(signals.split())} to prepare, 30 ms apart")
     record_property("lost", "the shards in progress")
-    journal = tmp_path / ".out.partial/parts-all/parts.jsonl"
-    process = start(corpus, tmp_path / "out")
-    wait_until(lambda: journal.exists() and journal.stat().st_size, process)
+    process = start(corpus, tmp_path / "out", hold_at(APPEND, 2))
+    assert process.stdout.readline() == "held\n"
     for name in signals.split():
         process.send_signal(signal.Signals[name])
         time.sleep(0.03)
@@ -62,21 +62,20 @@ def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, rec
     assert (process.returncode, err) == (130, "interrupted: run the same command again to resume\n")
 
 
-def test_a_prepare_under_nohup_ignores_the_end_of_its_terminal(corpus, tmp_path, wait_until):
-    process = start(corpus, tmp_path / "out", NOHUP)
-    wait_until((tmp_path / ".out.partial/plan.json").exists, process)
+def test_a_prepare_under_nohup_ignores_the_end_of_its_terminal(corpus, tmp_path, hold_at):
+    process = start(corpus, tmp_path / "out", NOHUP + hold_at(APPEND, 2))
+    assert process.stdout.readline() == "held\n"
     process.send_signal(signal.SIGHUP)
     process.communicate()
     assert process.returncode == 0
 
 
 @pytest.mark.fault
-def test_tokenizing_processes_of_a_killed_prepare_end_silently(corpus, tmp_path, record_property, wait_until):
+def test_tokenizing_processes_of_a_killed_prepare_end_silently(corpus, tmp_path, record_property, hold_at):
     record_property("fault", "SIGKILL of prepare with three tokenizing processes")
     record_property("lost", "the shards in progress")
-    out, journal = tmp_path / "out", tmp_path / ".out.partial/parts-all/parts.jsonl"
-    process = start(corpus, out)
-    wait_until(lambda: journal.exists() and journal.stat().st_size, process)
+    process = start(corpus, tmp_path / "out", hold_at(APPEND, 2))
+    assert process.stdout.readline() == "held\n"
     process.send_signal(signal.SIGKILL)
     _, err = process.communicate()  # ends once no tokenizing process has the pipe
     assert process.returncode == -signal.SIGKILL

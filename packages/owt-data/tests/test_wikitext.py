@@ -186,7 +186,7 @@ def test_an_interruption_after_any_shard_neither_repeats_nor_loses_a_token(sourc
 
 @pytest.mark.fault
 def test_a_preparation_of_wikitext_killed_at_random_moments_writes_the_same_bytes(
-    tmp_path, record_property, wait_until
+    tmp_path, record_property, wait_until, hold_at
 ):
     record_property("fault", "SIGKILL of a preparation of wikitext at five random moments")
     record_property("lost", "the shards in progress")
@@ -199,20 +199,28 @@ from owt_data._cli import main
 plan.MIN_SHARD_BYTES = plan.MAX_SHARD_BYTES = 2000
 sys.exit(main(sys.argv[1:]))
 """
-    command = [sys.executable, "-c", code, "prepare", str(tmp_path / "wiki.txt"), str(tmp_path / "out")]
-    command += ["--tokenizer", "bytes", "--documents", TITLES, "--split", "position", "--num-processes", "2"]
-    journal, rng = tmp_path / ".out.partial/parts-all/parts.jsonl", random.Random(2)
+    held = hold_at("owt_data._prepare.prepare.rename_durably", 1)
+    options = ["prepare", str(tmp_path / "wiki.txt"), str(tmp_path / "out")]
+    options += ["--tokenizer", "bytes", "--documents", TITLES, "--split", "position", "--num-processes", "2"]
+    staging, rng = tmp_path / ".out.partial", random.Random(2)
+    journal, result = staging / "parts-all/parts.jsonl", staging / "result"
     for _ in range(5):
         before = journal.stat().st_size if journal.exists() else 0
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        wait_until(lambda before=before: journal.exists() and journal.stat().st_size > before, process)
+        process = subprocess.Popen(
+            [sys.executable, "-c", held + code, *options],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        # If this machine is slow here, an earlier start may have tokenized everything.
+        wait_until(
+            lambda before=before: result.exists() or (journal.exists() and journal.stat().st_size > before), process
+        )
         time.sleep(rng.uniform(0, 0.05))
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
         assert not (tmp_path / "out").exists()
     began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, check=False)
     record_property("recovery_s", round(time.monotonic() - began, 1))
     assert done.returncode == 0, done.stderr
     for name in ("train.bin", "val.bin", "manifest.json"):
