@@ -101,6 +101,16 @@ def hold_at() -> Callable[[str, int], str]:
 
 
 @pytest.fixture(scope="session")
+def wait_until_held() -> Callable[[subprocess.Popen[str]], None]:
+    """Waits until a process is held, see `hold_at`. It must not end before."""
+
+    def wait(process):
+        assert process.stdout.readline() == "held\n", process.communicate()[1]
+
+    return wait
+
+
+@pytest.fixture(scope="session")
 def tokenizing_processes() -> Callable[[], list[int]]:
     """Lists the tokenizing processes that this process has started."""
 

@@ -164,7 +164,7 @@ def run_offline(hub_server, copy):
 
 
 @pytest.fixture(scope="module")
-def killed(hub_server, copy, tmp_path_factory, hold_at):
+def killed(hub_server, copy, tmp_path_factory, hold_at, wait_until_held):
     """Gives the folder of a prepare that was SIGKILLed after the first file and before the last."""
 
     def kill(*, offline):
@@ -176,7 +176,7 @@ def killed(hub_server, copy, tmp_path_factory, hold_at):
         # Each of the four files has about ten shards.
         held = hold_at("owt_data._prepare.shards.append_record", 15)
         process = start(hub_server, home, arguments(folder, num_processes=2), offline=offline, before=held)
-        assert process.stdout.readline() == "held\n", process.communicate()[1]
+        wait_until_held(process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert re.search(r'"stop": \[[1-9]', journal.read_text())

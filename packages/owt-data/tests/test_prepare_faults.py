@@ -250,13 +250,13 @@ def test_another_tokenizer_source_or_split_than_the_interrupted_ones_is_rejected
 
 @pytest.mark.fault
 def test_two_prepares_into_one_folder_are_rejected_and_the_first_resumes(
-    corpus, undisturbed, tmp_path, record_property, hold_at
+    corpus, undisturbed, tmp_path, record_property, hold_at, wait_until_held
 ):
     record_property("fault", "a second prepare into one folder")
     record_property("lost", "nothing")
     out = tmp_path / "out"
     first = start(corpus, out, "--num-processes", "1", before=hold_at(APPEND, 1))
-    assert first.stdout.readline() == "held\n"
+    wait_until_held(first)
     with pytest.raises(DataError, match=r"^Another process prepares into .*out"):
         prepare(str(corpus), out, OPTIONS)
     first.communicate()
@@ -279,12 +279,12 @@ def test_a_lock_of_a_dead_process_does_not_block(articles, tmp_path, record_prop
 
 
 @pytest.mark.fault
-def test_ctrl_c_keeps_finished_shards(corpus, undisturbed, tmp_path, record_property, hold_at):
+def test_ctrl_c_keeps_finished_shards(corpus, undisturbed, tmp_path, record_property, hold_at, wait_until_held):
     record_property("fault", "Ctrl-C in prepare")
     record_property("lost", "the shards in progress")
     out = tmp_path / "out"
     process = start(corpus, out, "--num-processes", "1", before=hold_at(APPEND, 2))
-    assert process.stdout.readline() == "held\n"
+    wait_until_held(process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130

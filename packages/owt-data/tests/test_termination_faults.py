@@ -31,12 +31,14 @@ def start(corpus, out, before=""):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("num_shards", [0, 1])
-def test_a_terminated_prepare_ends_as_after_ctrl_c(num_shards, corpus, tmp_path, record_property, hold_at):
+def test_a_terminated_prepare_ends_as_after_ctrl_c(
+    num_shards, corpus, tmp_path, record_property, hold_at, wait_until_held
+):
     record_property("fault", f"SIGTERM to prepare once it has tokenized {num_shards} shards")
     record_property("lost", "the shards in progress")
     out = tmp_path / "out"
     process = start(corpus, out, hold_at(APPEND, num_shards + 1))
-    assert process.stdout.readline() == "held\n"
+    wait_until_held(process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()  # ends once no tokenizing process has the pipe
     assert process.returncode == 130
@@ -50,11 +52,11 @@ def test_a_terminated_prepare_ends_as_after_ctrl_c(num_shards, corpus, tmp_path,
 
 @pytest.mark.fault
 @pytest.mark.parametrize("signals", ["SIGTERM " * 8, "SIGINT " * 8, "SIGHUP", "SIGHUP SIGTERM"])
-def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, record_property, hold_at):
+def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, record_property, hold_at, wait_until_held):
     record_property("fault", f"{', '.join(signals.split())} to prepare, 30 ms apart")
     record_property("lost", "the shards in progress")
     process = start(corpus, tmp_path / "out", hold_at(APPEND, 2))
-    assert process.stdout.readline() == "held\n"
+    wait_until_held(process)
     for name in signals.split():
         process.send_signal(signal.Signals[name])
         time.sleep(0.03)
@@ -62,20 +64,22 @@ def test_repeated_signals_end_prepare_as_one_does(signals, corpus, tmp_path, rec
     assert (process.returncode, err) == (130, "interrupted: run the same command again to resume\n")
 
 
-def test_a_prepare_under_nohup_ignores_the_end_of_its_terminal(corpus, tmp_path, hold_at):
+def test_a_prepare_under_nohup_ignores_the_end_of_its_terminal(corpus, tmp_path, hold_at, wait_until_held):
     process = start(corpus, tmp_path / "out", NOHUP + hold_at(APPEND, 2))
-    assert process.stdout.readline() == "held\n"
+    wait_until_held(process)
     process.send_signal(signal.SIGHUP)
     process.communicate()
     assert process.returncode == 0
 
 
 @pytest.mark.fault
-def test_tokenizing_processes_of_a_killed_prepare_end_silently(corpus, tmp_path, record_property, hold_at):
+def test_tokenizing_processes_of_a_killed_prepare_end_silently(
+    corpus, tmp_path, record_property, hold_at, wait_until_held
+):
     record_property("fault", "SIGKILL of prepare with three tokenizing processes")
     record_property("lost", "the shards in progress")
     process = start(corpus, tmp_path / "out", hold_at(APPEND, 2))
-    assert process.stdout.readline() == "held\n"
+    wait_until_held(process)
     process.send_signal(signal.SIGKILL)
     _, err = process.communicate()  # ends once no tokenizing process has the pipe
     assert process.returncode == -signal.SIGKILL
