@@ -287,7 +287,7 @@ def requirements(session: nox.Session, *extras: str) -> list[str]:
     return re.findall(r"^\S.*\n(?:\s+.*\n)*", str(text), re.M)
 
 
-@nox.session(python=re.findall(r"^FROM python:([\d.]+)", DOCKERFILE.read_text(), re.M), venv_params=["--seed"])
+@nox.session(python=re.findall(r"^FROM python:([\d.]+)", DOCKERFILE.read_text(), re.M)[0], venv_params=["--seed"])
 def image(session: nox.Session) -> None:
     """Build the image and train in it, or run its steps in a new environment where Docker does not run."""
     accelerator = " ".join(session.posargs)
