@@ -357,6 +357,8 @@ def build_files(session: nox.Session, names: list[str]) -> None:
             readme = staged / "README.md"
             install = f"```\npip install {name}\n```"
             text = re.sub(r"<!-- before the first release -->.*?<!-- end -->", install, readme.read_text(), flags=re.S)
+            if "REPOSITORY" in text:
+                session.error(f"the README of {name} names REPOSITORY outside the part before the first release")
             readme.write_text(absolute_links(text, address))
             urls = {"Repository": repository(), "Changelog": f"{address}/CHANGELOG.md"}
             with (staged / "pyproject.toml").open("a") as project:
