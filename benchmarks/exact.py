@@ -3,7 +3,7 @@
     uv run benchmarks/exact.py --kills 60 --replays 100
 
 The reference is an undisturbed run with `local`. Three other runs go on at the same time: on disk, in object storage
-(moto, on this machine), and elastic on a Ray cluster of three nodes, of which some are lost and some gained. Each kill
+(moto, on this machine), and elastic on a Ray cluster of five nodes, of which some are lost and some gained. Each kill
 is a SIGKILL. Where it ends the command, the next command continues the run on other hardware: see `PLAN`. A kill comes
 at a random time of a start, or at its step: the kills are spread over the steps, so that each hardware computes some.
 A run that ends before its last kill is followed by another one.
@@ -79,11 +79,11 @@ PLAN = {
         cpu:2
     """,
     "elastic": """
-        cpu:1-2 worker node worker gain worker all
-        cpu:1-2 node worker gain worker all
-        cpu:1-2 worker node worker gain worker command
-        cpu:1-2 node worker gain worker worker controller all
-        cpu:1-2
+        cpu:1-4 worker node node worker gain all
+        cpu:1-4 node node node worker gain worker all
+        cpu:1-4 worker node gain command
+        cpu:1-4 node node worker gain worker controller all
+        cpu:1-4
     """,
 }
 VICTIMS = {
@@ -184,7 +184,7 @@ class Disturbed:
         self._folder, self._storage, self._rng = folder, storage, random.Random(f"{seed} {name}")
         options = OPTIONS | {"--data": tokens, "--storage-path": storage}
         self._arguments = [str(part) for option in options.items() for part in option] + ["--trackers"]
-        self._nodes = Nodes(self._temporary()) if name == "elastic" else None
+        self._nodes = Nodes(self._temporary(), num_workers=4) if name == "elastic" else None
         self._hardware, self._begin, self._is_disturbed = "", 0, False
         self.kills: list[Kill] = []
         self.runs: list[dict[str, Any]] = []
@@ -286,7 +286,7 @@ class Disturbed:
         self._wait(run, lambda: not ends_command and time.monotonic() > until_s)
         if victim == "all" and self._nodes is not None:
             self._nodes.close()
-            self._nodes = run.nodes = Nodes(self._temporary())
+            self._nodes = run.nodes = Nodes(self._temporary(), num_workers=4)
 
     def _wait(self, run: WatchedRun, holds: Callable[[], bool]) -> None:
         """Wait for a condition or the end of the command.

@@ -46,7 +46,6 @@ PATTERNS = {
 PHASES = ("starting", "loading", "compiling", "training", "saving", "evaluating", "sampling", "ending")
 # Processes of a cluster that stay when a command ends, with the actors of Ray Data that all jobs share.
 _STAYS = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::_")
-NUM_NODES = 3
 # What no command may print: an abort or an error in the log of Ray's C++, or a traceback.
 _NOISE = re.compile(
     r"Traceback \(most recent|SIGABRT|SIGSEGV|Fatal Python|Check failed|terminate called"
@@ -91,19 +90,21 @@ def living(parent: int) -> list[tuple[psutil.Process, str]]:
 
 
 class Nodes:
-    """A Ray cluster of three nodes of one CPU on this machine: two for the workers, one for Ray Data.
+    """A Ray cluster on this machine, of nodes of one CPU: one for each worker, and one for Ray Data.
 
     Args:
         folder: for Ray's files. Its path is short.
+        num_workers: nodes for workers.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_workers: int = 2) -> None:
+        self._num_nodes = num_workers + 1
         # Ray notes the address of the cluster in its temporary folder. Other programs would find it there.
         environment = os.environ | {"RAY_TMPDIR": str(folder)}
         environment.pop("RAY_ADDRESS", None)
         with (folder / "cluster.log").open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _CLUSTER, str(NUM_NODES)],
+                [sys.executable, "-c", _CLUSTER, str(self._num_nodes)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
                 env=environment,
             )  # fmt: skip
@@ -123,7 +124,7 @@ class Nodes:
         if not is_alive or self._head not in raylets:
             return False
         assert self.process.stdin is not None, "it is a pipe"
-        for _ in range(NUM_NODES - len(raylets)):
+        for _ in range(self._num_nodes - len(raylets)):
             self.process.stdin.write("\n")
             self.process.stdin.flush()
             self._answer()

@@ -127,8 +127,8 @@ def test_wrong_numbers_are_rejected(changes, message):
 @pytest.mark.parametrize(
     ("hardware", "changes", "message"),
     [
-        ("cpu:3", {}, "must have a number of devices that divides train.num_shards, 8, got 3 of cpu:3"),
-        ("cpu:1-4", {}, "must have a number of devices that divides train.num_shards, 8, got 3 of cpu:1-4"),
+        ("cpu:3", {}, "must have a number of devices that divides train.num_shards, 8, got 3. Choose 1, 2, 4"),
+        ("cpu:5-7", {}, "must have a number of devices that divides train.num_shards, 8, got 5. Choose 1, 2, 4"),
         ("cpu:16", {}, "must have a number of devices that divides train.num_shards, 8, got 16"),
         ("cpu:2x2", {}, "each worker must have one CPU device with train.num_shards, got 2 of cpu:2x2"),
         ("cpu:2", {"train__global_batch_size": 12}, r"divisible by 8 \(8 shards x 1 accumulation steps\), got 12"),
@@ -142,7 +142,26 @@ def test_devices_and_batches_that_do_not_fit_are_rejected(hardware, changes, mes
 
 @pytest.mark.parametrize("hardware", ["cpu:1", "cpu:2", "cpu:8", "cpu:1-2", "gpu:4x2", "gpu:1x8"])
 def test_numbers_of_devices_that_divide_the_shards_are_accepted(hardware):
-    check_batch(config(), parse_hardware(hardware))
+    assert check_batch(config(), parse_hardware(hardware)) == parse_hardware(hardware)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "changes", "counts", "text"),
+    [
+        ("cpu:1-4", {}, [1, 2, 4], "cpu:1-4"),
+        ("cpu:1-9", {}, [1, 2, 4, 8], "cpu:1-8"),
+        ("cpu:3-6", {}, [4], "cpu:4"),
+        ("gpu:1-4x2", {}, [1, 2, 4], "gpu:1-4x2"),
+        ("tpu:v6e:2x4:1-3", {"train__num_shards": 16, "train__global_batch_size": 16}, [1, 2], "tpu:v6e:2x4:1-2"),
+        ("cpu:1-6", {"train__num_shards": None, "train__global_batch_size": 30}, [1, 2, 3, 5, 6], "cpu:1-6"),
+        ("gpu:1-4x2", {"train__num_shards": None, "mesh__fsdp": 4}, [2, 4], "gpu:2-4x2"),
+        ("cpu:1-4", {"train__num_shards": None, "train__micro_batch_size": 4}, [1, 2, 4], "cpu:1-4"),
+    ],
+)
+def test_elastic_hardware_keeps_the_numbers_of_workers_that_fit(hardware, changes, counts, text):
+    kept = check_batch(config(**changes), parse_hardware(hardware))
+    assert list(kept.worker_counts) == counts
+    assert str(kept) == text
 
 
 def test_a_microbatch_is_a_part_of_a_shard():

@@ -11,7 +11,7 @@ from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopDecision, ResizeDecision
 
-from ray_jax_launch import launch
+from ray_jax_launch import cpu, launch
 from ray_jax_launch._ray_internals.ray_train import WaitingPolicy
 
 # Workers cannot import this file: their functions are sent to them.
@@ -77,6 +77,19 @@ def test_an_elastic_group_saves_before_it_grows(nodes, tmp_path, caplog, record_
     assert text in [record.message for record in caplog.records]
 
 
+def number_of_workers(config):
+    import jax
+
+    return jax.process_count()
+
+
+def test_a_group_starts_with_an_allowed_number_of_workers(nodes, tmp_path):
+    for _ in range(3):
+        nodes.add_node(num_cpus=1)
+    allowed = cpu(4, min_workers=1).restricted_to([1, 2, 4])
+    assert launch(number_of_workers, {}, hardware=allowed, storage_path=tmp_path).return_value == 2
+
+
 @pytest.mark.parametrize("wait_s", [240, 600])
 def test_each_wait_for_nodes_has_its_own_line_and_limit(monkeypatch, wait_s):
     start, lines = ResizeDecision(1, {"CPU": 1}), []
@@ -86,7 +99,7 @@ def test_each_wait_for_nodes_has_its_own_line_and_limit(monkeypatch, wait_s):
     pauses: list[float] = []
     clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s, sleep=pauses.append)
     monkeypatch.setattr("ray_jax_launch._ray_internals.ray_train.time", clock)
-    policy = WaitingPolicy(ScalingConfig(num_workers=(1, 2)), lines.append, lambda: None, wait_s)
+    policy = WaitingPolicy(ScalingConfig(num_workers=(1, 2)), [1, 2], lines.append, lambda: None, wait_s)
     what = "the cluster has too few free resources for 1 workers"
     for number, began_s in enumerate((0.0, 5000.0)):
         for waited_s, num_lines in ((0, 0), (9, 0), (11, 1), (wait_s - 1, 1)):

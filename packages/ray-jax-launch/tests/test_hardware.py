@@ -120,6 +120,32 @@ def test_groups_grow_by_workers_or_by_whole_slices(text, counts):
     assert list(parse_hardware(text).worker_counts) == counts
 
 
+def test_elastic_hardware_may_have_some_numbers_of_workers_only():
+    hardware = parse_hardware("cpu:1-9").restricted_to(count for count in (8, 4, 2))
+    assert list(hardware.worker_counts) == [2, 4, 8]
+    assert (hardware.min_workers, hardware.num_workers, str(hardware)) == (2, 8, "cpu:2-8")
+    assert list(hardware.restricted_to([4]).worker_counts) == [4]
+    assert not hardware.restricted_to([4]).is_elastic
+    assert parse_hardware("cpu:1-2").restricted_to([1, 2]) == parse_hardware("cpu:1-2")
+    assert list(parse_hardware("tpu:v6e:4x4:1-3").restricted_to([4, 12]).worker_counts) == [4, 12]
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("cpu:1-4", []), ("cpu:1-4", [0, 1]), ("cpu:1-4", [5]), ("tpu:v6e:4x4:1-3", [4, 6])]
+)
+def test_numbers_of_workers_that_a_group_cannot_have_are_rejected(text, counts):
+    with pytest.raises(LaunchError, match=f"must be among those of {text}, at least one, got"):
+        parse_hardware(text).restricted_to(counts)
+    with pytest.raises(LaunchError, match="must be among those of cpu:1-4"):
+        parse_hardware("cpu:1-4").restricted_to([1, 2, 4]).restricted_to([3])
+
+
+@pytest.mark.parametrize("counts", [(), (2, 4), (1, 2), (1, 5, 4), [1, 2, 4], ("1", "4")])
+def test_allowed_counts_are_checked(counts):
+    with pytest.raises(LaunchError, match="allowed_counts must be a tuple of numbers of workers, from 1 to 4, got"):
+        Hardware(kind="cpu", num_workers=4, min_workers=1, devices_per_worker=1, allowed_counts=counts)
+
+
 @pytest.mark.parametrize("generation", sorted(VALID_TPU_TOPOLOGY))
 def test_every_topology_has_as_many_workers_and_chips_as_in_ray(generation):
     for topology in VALID_TPU_TOPOLOGY[generation]:

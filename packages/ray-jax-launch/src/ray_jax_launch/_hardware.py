@@ -3,8 +3,9 @@
 import math
 import os
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ray_jax_launch._errors import LaunchError, shown
 from ray_jax_launch._numbers import MAX_COUNT, check_choice, check_number, check_type
@@ -73,6 +74,9 @@ class Hardware:
     workers_per_slice: int = 1
     """Hosts of a TPU slice. Groups grow and shrink by slices."""
 
+    allowed_counts: tuple[int, ...] | None = None
+    """Numbers of workers that an elastic group may have, in ascending order; None for all between the bounds."""
+
     def __post_init__(self) -> None:
         """Check every field once.
 
@@ -86,6 +90,17 @@ class Hardware:
         check_number("num_workers", self.num_workers, at_least=self.min_workers)
         for name in ("accelerator_type", "topology"):
             check_type(name, getattr(self, name), str | None, "a text or None", "Leave it out, or make one by tpu(...)")
+        if self.allowed_counts is not None:
+            self._check_allowed_counts(self.allowed_counts)
+
+    def _check_allowed_counts(self, counts: Any) -> None:
+        every = range(self.min_workers, self.num_workers + 1, self.workers_per_slice)
+        ends = (self.min_workers, self.num_workers)
+        if not isinstance(counts, tuple) or (counts[:1] + counts[-1:]) != ends or not set(counts).issubset(every):
+            raise LaunchError(
+                f"allowed_counts must be a tuple of numbers of workers, from {ends[0]} to {ends[1]}, got "
+                f"{shown(counts)}. Make it by restricted_to(...)."
+            )
 
     @property
     def num_devices(self) -> int:
@@ -107,9 +122,28 @@ class Hardware:
         return -(-self.min_workers // _WORKERS_PER_DATA_CPU)
 
     @property
-    def worker_counts(self) -> range:
+    def worker_counts(self) -> Sequence[int]:
         """Numbers of workers that the group may have, in ascending order."""
-        return range(self.min_workers, self.num_workers + 1, self.workers_per_slice)
+        return self.allowed_counts or range(self.min_workers, self.num_workers + 1, self.workers_per_slice)
+
+    def restricted_to(self, counts: Iterable[int]) -> "Hardware":
+        """Return this hardware with some of its numbers of workers, such as those that can share a batch.
+
+        >>> parse_hardware("cpu:1-5").restricted_to([1, 2, 4]).num_workers
+        4
+
+        Raises:
+            LaunchError: there is none of these numbers, or the group cannot have one of them.
+        """
+        kept = tuple(sorted(set(counts)))
+        if not kept or not set(kept).issubset(self.worker_counts):
+            raise LaunchError(
+                f"the numbers of workers must be among those of {self}, at least one, got {shown(list(kept))}. Leave "
+                "out the others."
+            )
+        if kept == tuple(self.worker_counts):
+            return self
+        return replace(self, min_workers=kept[0], num_workers=kept[-1], allowed_counts=kept)
 
     def __str__(self) -> str:
         """Return the text that `parse_hardware` reads."""

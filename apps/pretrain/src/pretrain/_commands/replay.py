@@ -121,8 +121,8 @@ def _hardware(description: RunDescription) -> str:
 @contextlib.contextmanager
 def _resolved(run: RecordedRun, name: str, console: Console) -> Iterator[ResolvedRun]:
     """Open the run's data, which must be the same as then, and connect to its hardware."""
-    config, hardware = dataclasses.replace(run.description.config, hardware=name), parse_hardware(name)
-    check_batch(config, hardware)
+    config = dataclasses.replace(run.description.config, hardware=name)
+    hardware = check_batch(config, parse_hardware(name))
     stored = dataclasses.replace(run.description, config=config)
     tokenizing = Tokenizing() if config.data_mode == "stream" else None
     with (

@@ -20,16 +20,14 @@ _DEVICES_PER_CHIP: dict[str | None, int] = {"TPU-V2": 2, "TPU-V3": 2, "TPU-V7X":
 
 
 def given_hardware(config: PretrainConfig) -> Hardware | None:
-    """Return the hardware that the configuration names, checked, or None for `auto`.
+    """Return the hardware that the configuration names, by `check_batch`, or None for `auto`.
 
     Raises:
         UsageError: the mesh, the attention kernel or the batch does not fit the devices.
     """
     if config.hardware == "auto":
         return None
-    hardware = parse_hardware(config.hardware)
-    check_batch(config, hardware)
-    return hardware
+    return check_batch(config, parse_hardware(config.hardware))
 
 
 def connect(config: PretrainConfig, hardware: Hardware | None, console: Console) -> Hardware:
@@ -51,8 +49,7 @@ def connect(config: PretrainConfig, hardware: Hardware | None, console: Console)
     if config.dashboard:
         print_line(console, f"dashboard: {ray_jax_launch.dashboard_url()}")
     if hardware is None:
-        hardware = ray_jax_launch.auto()
-        check_batch(config, hardware)
+        hardware = check_batch(config, ray_jax_launch.auto())
     ray_jax_launch.check_resources(
         hardware,
         # Tasks of Ray Data read the training windows, or tasks tokenize text.
@@ -62,15 +59,18 @@ def connect(config: PretrainConfig, hardware: Hardware | None, console: Console)
     return hardware
 
 
-def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
+def check_batch(config: PretrainConfig, hardware: Hardware) -> Hardware:
     """Check that the devices can form the mesh and run the kernels, and can share the batch, before the launch.
 
     Args:
         config: the configuration.
-        hardware: the devices. Elastic hardware is checked for each number of workers.
+        hardware: the devices.
+
+    Returns:
+        the hardware. Elastic hardware has only those numbers of workers that fit the mesh and the batch.
 
     Raises:
-        UsageError: the mesh, the attention kernel or the batch does not fit the devices.
+        UsageError: the mesh, the attention kernel or the batch does not fit the devices, for any number of workers.
     """
     platform, per_worker = _devices_of_worker(hardware, config)
     if config.model.attention == "cudnn" and platform != "gpu":
@@ -80,21 +80,49 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> None:
             "model.dtype and model.param_dtype must be bfloat16 or float32, got float64. Choose another, or set "
             "JAX_ENABLE_X64=1."
         )
+    if config.train.num_shards is not None and platform == "cpu" and per_worker > 1:
+        # XLA's pool has a thread for each device, and its size changes the last bits.
+        raise UsageError(
+            f"each worker must have one CPU device with train.num_shards, got {per_worker} of {hardware}. Give "
+            "--hardware cpu:WORKERS, and leave JAX_NUM_CPU_DEVICES unset."
+        )
+    counts: list[int] = []
+    reasons: list[UsageError] = []
     for num_workers in hardware.worker_counts:
-        num_devices = num_workers * per_worker
-        num_slices = num_workers // hardware.workers_per_slice if hardware.kind == "tpu" else 1
         try:
-            check_mesh(
-                fsdp=config.mesh.fsdp,
-                tensor=config.mesh.tensor,
-                num_devices=num_devices,
-                devices_per_process=per_worker,
-                devices_per_slice=num_devices // num_slices if num_slices > 1 else None,
-            )
-        except ValueError as error:
-            raise UsageError(f"--hardware {hardware}: {error}") from None
+            _check_mesh(config, hardware, num_workers, per_worker)
+            number = [num_workers * per_worker // config.mesh.tensor]
+            check_shares(with_microbatches(config, number), number)
+        except UsageError as error:
+            reasons.append(error)
+        else:
+            counts.append(num_workers)
+    if not counts:
+        raise reasons[0]
+    hardware = hardware.restricted_to(counts)
     num_data_devices = data_devices(config, hardware)
     check_shares(with_microbatches(config, num_data_devices), num_data_devices)
+    return hardware
+
+
+def _check_mesh(config: PretrainConfig, hardware: Hardware, num_workers: int, per_worker: int) -> None:
+    """Check that so many workers can form the mesh.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    num_devices = num_workers * per_worker
+    num_slices = num_workers // hardware.workers_per_slice if hardware.kind == "tpu" else 1
+    try:
+        check_mesh(
+            fsdp=config.mesh.fsdp,
+            tensor=config.mesh.tensor,
+            num_devices=num_devices,
+            devices_per_process=per_worker,
+            devices_per_slice=num_devices // num_slices if num_slices > 1 else None,
+        )
+    except ValueError as error:
+        raise UsageError(f"--hardware {hardware}: {error}") from None
 
 
 def _devices_of_worker(hardware: Hardware, config: PretrainConfig) -> tuple[str, int]:
@@ -109,27 +137,9 @@ def _devices_of_worker(hardware: Hardware, config: PretrainConfig) -> tuple[str,
 
 
 def data_devices(config: PretrainConfig, hardware: Hardware) -> list[int]:
-    """Return the numbers of data-parallel devices that a run may have.
-
-    Raises:
-        UsageError: one of them does not divide the shards of a batch.
-    """
-    platform, per_worker = _devices_of_worker(hardware, config)
-    numbers = [num_workers * per_worker // config.mesh.tensor for num_workers in hardware.worker_counts]
-    if config.train.num_shards is not None and platform == "cpu" and per_worker > 1:
-        # XLA's pool has a thread for each device, and its size changes the last bits.
-        raise UsageError(
-            f"each worker must have one CPU device with train.num_shards, got {per_worker} of {hardware}. Give "
-            "--hardware cpu:WORKERS, and leave JAX_NUM_CPU_DEVICES unset."
-        )
-    if (num_shards := config.train.num_shards) is not None:
-        for number in numbers:
-            if num_shards % number:
-                raise UsageError(
-                    f"--hardware must have a number of devices that divides train.num_shards, {num_shards}, got "
-                    f"{number} of {hardware}. Choose 1, 2, 4 or another power of two."
-                )
-    return numbers
+    """Return the numbers of data-parallel devices that a run may have."""
+    _, per_worker = _devices_of_worker(hardware, config)
+    return [num_workers * per_worker // config.mesh.tensor for num_workers in hardware.worker_counts]
 
 
 def check_shares(config: PretrainConfig, num_data_devices: Sequence[int]) -> None:
@@ -139,6 +149,13 @@ def check_shares(config: PretrainConfig, num_data_devices: Sequence[int]) -> Non
         UsageError: they cannot.
     """
     batch_size, num_microbatches = config.train.global_batch_size, config.train.grad_accum_steps
+    if (num_shards := config.train.num_shards) is not None:
+        for number in num_data_devices:
+            if num_shards % number:
+                raise UsageError(
+                    f"--hardware must have a number of devices that divides train.num_shards, {num_shards}, got "
+                    f"{number}. Choose 1, 2, 4 or another power of two."
+                )
     numbers, noun = _parts_of_batch(config, num_data_devices)
     for number in numbers:
         if batch_size % (number * num_microbatches):

@@ -59,7 +59,7 @@ def introduce(
                 f"{microbatches}",
             ),
             ("length", f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens{epochs}"),
-            ("hardware", str(hardware)),
+            ("hardware", f"{hardware}{_allowed_counts(hardware)}"),
             *([] if origin is None else [("start", str(origin))]),
         ],
     )
@@ -68,6 +68,14 @@ def introduce(
         print_line(console, "the run continues from its newest checkpoint")
         if before is not None:
             _show_changes(before, config, console)
+
+
+def _allowed_counts(hardware: Hardware) -> str:
+    """Return the numbers of workers of elastic hardware that cannot have all between its bounds."""
+    if hardware.allowed_counts is None or not hardware.is_elastic:
+        return ""
+    *others, largest = hardware.allowed_counts
+    return f", with {', '.join(map(str, others))} or {largest} workers, which can share a batch"
 
 
 def _show_changes(before: PretrainConfig, config: PretrainConfig, console: Console) -> None:

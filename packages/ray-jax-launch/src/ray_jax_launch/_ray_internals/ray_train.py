@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +156,12 @@ class WaitingPolicy(ElasticScalingPolicy):
     saved. This one requests a stop, and the group starts again once its loop has saved and returned. If no loop calls
     `stop_requested`, the group keeps its size.
 
-    It also says that it waits for nodes, and ends. Ray's own waits in silence, without limit.
+    It also says that it waits for nodes, and ends. Ray's own waits in silence, without limit. The group has the largest
+    allowed number of workers for which there is room.
 
     Args:
         scaling_config: of an elastic group.
+        allowed_counts: the numbers of workers that the group may have.
         on_wait: called with a line for the log when a wait for nodes begins.
         request_resize: called when the cluster has room for another number of workers, perhaps several times.
         wait_s: seconds to wait, at the start and each time that too few nodes are left.
@@ -171,16 +173,22 @@ class WaitingPolicy(ElasticScalingPolicy):
     def __init__(
         self,
         scaling_config: ScalingConfig,
+        allowed_counts: Sequence[int],
         on_wait: Callable[[str], Any],
         request_resize: Callable[[], Any],
         wait_s: float,
     ) -> None:
         super().__init__(scaling_config)
+        self._allowed_counts = allowed_counts
         self._on_wait = on_wait
         self._request_resize = request_resize
         self._wait_s = wait_s
         self._since_s: float | None = None
         self._has_logged = False
+
+    def _count_possible_workers(self, reserved_resources: Any) -> int:
+        possible = super()._count_possible_workers(reserved_resources)
+        return max((count for count in self._allowed_counts if count <= possible), default=0)
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
         """Request a stop where Ray would resize, and let the group run until then."""

@@ -132,7 +132,7 @@ def _make_trainer(launch: PreparedLaunch, control: ControlHandle) -> Trainer:
         wait_s = restart_wait_s(plan.wait_for_resources_s)
         on_wait = functools.partial(note_waiting, control, wait_s)
         trainer.policies["scaling_policy"] = WaitingPolicy(
-            launch.scaling, on_wait, control.request_resize.remote, wait_s
+            launch.scaling, launch.hardware.worker_counts, on_wait, control.request_resize.remote, wait_s
         )
     return trainer
 
