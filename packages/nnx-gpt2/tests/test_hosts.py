@@ -62,6 +62,30 @@ hosts = len({getattr(device, "slice_index", 0) for device in jax.devices()})
 print(json.dumps({"hosts": hosts, "losses": losses, "evaluated": evaluated}))
 """
 
+# The same bits on one process of four devices and on two processes of two. A mesh may have the devices of one process.
+TREE = """
+import json, sys
+
+import jax
+import numpy as np
+
+from nnx_gpt2 import *
+
+rank, num_processes, port, *_ = map(int, sys.argv[1:])
+if num_processes > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, rank)
+config = GPT2Config(vocab_size=65, seq_len=16, num_layers=1, num_heads=2, embed_dim=32, dropout_rate=0.3)
+mesh, rule = make_mesh(), create_optimizer(OptimizerConfig(warmup_steps=1), 100)
+rows = np.random.default_rng(0).integers(0, 65, (8, 17)).astype(np.uint16)
+own = rows[rank * 8 // num_processes : (rank + 1) * 8 // num_processes]
+state, step = create_train_state(config, rule, jax.random.key(0), mesh), TreeTrainStep(config, rule, mesh, num_shards=4)
+for _ in range(2):
+    state, metrics = step(state, put_batch(own, mesh), jax.random.key(1))
+here = put_batch(own, make_mesh(devices=jax.local_devices()))
+assert here.shape == own.shape and (np.asarray(here) == own).all()
+print(json.dumps([root_digest(tensor_digests(state)), float(metrics["loss"])]))
+"""
+
 
 @pytest.fixture(scope="module")
 def other_host(tmp_path_factory):
@@ -77,7 +101,7 @@ def other_host(tmp_path_factory):
     return command
 
 
-def run(commands, **axes):
+def run(commands, code=CODE, **axes):
     """Run the commands as processes of one job, and return their results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -89,7 +113,7 @@ def run(commands, **axes):
     sizes = [str(axes.get("fsdp", 1)), str(axes.get("tensor", 1))]
     processes = [
         subprocess.Popen(
-            [*command, sys.executable, "-c", CODE, str(rank), str(len(commands)), str(port), *sizes],
+            [*command, sys.executable, "-c", code, str(rank), str(len(commands)), str(port), *sizes],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank, command in enumerate(commands)
@@ -122,3 +146,8 @@ def test_two_hosts_train_and_evaluate_like_one(axes, alone, other_host, record_p
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5)
         # The comparison is row by row, to catch losses in another order.
         np.testing.assert_allclose(result["evaluated"], alone["evaluated"], rtol=0, atol=1e-5)
+
+
+def test_the_tree_has_the_same_bits_on_two_processes():
+    (alone,) = run([[]], TREE)
+    assert run([[], []], TREE) == [alone, alone]

@@ -15,6 +15,7 @@ from nnx_gpt2 import (
     create_train_state,
     estimate_memory,
     make_mesh,
+    num_params,
 )
 
 CONFIG = GPT2Config(vocab_size=512, seq_len=64, num_layers=4, num_heads=2, embed_dim=64)
@@ -61,6 +62,18 @@ def test_microbatches_share_the_memory_of_a_batch():
     )
     assert at_once > 32 * 64 * 256 * 4  # the logits alone
     assert in_microbatches < at_once / 2
+
+
+def test_gradients_wait_for_the_shards_of_one_device():
+    estimates = [
+        estimate_memory(SMALL, global_batch_size=8, num_shards=8, mesh=make_mesh(devices=jax.devices()[:number]))
+        for number in (1, 2, 8)
+    ]
+    alone, of_two, of_eight = (estimate.temporary_bytes for estimate in estimates)
+    gradients = 4 * num_params(SMALL)
+    # Of eight shards four gradients are held, of four three, and of one that of the shard.
+    assert alone - of_two == pytest.approx(gradients, rel=0.05)
+    assert alone - of_eight == pytest.approx(3 * gradients, rel=0.05)
 
 
 STEPS = """

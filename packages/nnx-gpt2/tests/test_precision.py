@@ -60,6 +60,16 @@ def test_a_float32_residual_stream_adds_what_bfloat16_loses(scan_layers):
     assert errors[0] == errors[1] > 1.3 * errors[2] > 0
 
 
+@pytest.mark.parametrize("stream", ["bfloat16", "float32"])
+def test_generation_begins_with_embeddings_of_the_type_of_the_residual_stream(stream):
+    config = GPT2Config(vocab_size=65, seq_len=16, num_layers=1, num_heads=2, embed_dim=32, dtype="bfloat16")
+    model = GPT2(dataclasses.replace(config, residual_dtype=stream), rngs=nnx.Rngs(0))
+    found = model.embed(jnp.arange(3), jnp.arange(3))
+    assert found.dtype == stream
+    table, positions = model.wte.embedding[:3].astype("bfloat16"), model.wpe.embedding[:3]
+    np.testing.assert_array_equal(found, table.astype(stream) + positions.astype(stream))
+
+
 def head_inputs(scale):
     """Return activations and a head, and their logits in float64."""
     x = (scale * jax.random.normal(jax.random.key(0), (1, 1, 16))).astype(jnp.bfloat16)

@@ -157,12 +157,15 @@ def test_tokens_that_grow_are_those_of_all_shards(
     assert len(tokens) == (50 if not is_one_source else 40 if split == "train" else 10)
 
 
+@pytest.mark.parametrize("looks_between", [False, True])
 def test_shards_of_another_preparation_take_the_place_of_the_first(
-    unfinished: Callable[[str, int], Path], tmp_path: Path
+    looks_between: bool, unfinished: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
     tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=False)
-    shutil.rmtree(unfinished("train", 3))
-    assert len(tokens) == 0
+    folder = unfinished("train", 3)
+    assert len(tokens) == 30
+    shutil.rmtree(folder)
+    assert not looks_between or len(tokens) == 0
     shutil.rmtree(unfinished("train", 5))
     (tmp_path / "train.jsonl").unlink()
     unfinished("train", 2)

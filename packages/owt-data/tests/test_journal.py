@@ -54,6 +54,19 @@ def test_records_after_a_damaged_line_are_written_again(damage, tmp_path: Path):
     assert read_journal(tmp_path) == [first, new]
 
 
+@pytest.mark.parametrize("number", [0, 1], ids=["header", "first record"])
+def test_records_after_damage_at_the_begin_are_written_again(number, tmp_path: Path):
+    first, second, new = records(1, 2, 3)
+    for record in (first, second):
+        append_record(tmp_path, record)
+    lines = (tmp_path / NAME).read_bytes().splitlines(keepends=True)
+    lines[number] = b"\0" * (len(lines[number]) - 1) + b"\n"
+    (tmp_path / NAME).write_bytes(b"".join(lines))
+    assert repair_journal(tmp_path) == []
+    append_record(tmp_path, new)
+    assert read_journal(tmp_path) == [new]
+
+
 def test_only_new_records_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
 

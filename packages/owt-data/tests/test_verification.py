@@ -130,6 +130,14 @@ def test_a_file_that_has_just_been_written_is_not_kept_in_the_cache(folder, monk
     assert len([path for path in entries() if str(folder) in path.read_text()]) == 1
 
 
+def test_the_digest_of_a_file_that_changes_meanwhile_is_not_kept(folder):
+    path = folder / "train.bin"
+    file_sha256(path, lambda num_bytes: os.utime(path))
+    assert not [entry for entry in entries() if str(folder) in entry.read_text()]
+    file_sha256(path)
+    assert len([entry for entry in entries() if str(folder) in entry.read_text()]) == 1
+
+
 def test_a_damaged_file_with_its_old_time_of_change_is_read_again(folder):
     path = folder / "train.bin"
     before = path.stat()
