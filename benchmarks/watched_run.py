@@ -53,11 +53,16 @@ _NOISE = re.compile(
     re.M,
 )
 _CLUSTER = """
-import sys, threading, time
+import contextlib, sys, threading, time
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "dashboard_port": None})
+
+def add_node():
+    with contextlib.suppress(Exception):  # on a busy machine, a node may join after Ray's limit of 30 s
+        cluster.add_node(num_cpus=1)
+
 for _ in range(int(sys.argv[1]) - 1):
-    cluster.add_node(num_cpus=1)
+    add_node()
 print(cluster.address, flush=True)
 
 def reap():  # Ray's workers end with their raylet, but not while it is a zombie
@@ -70,7 +75,7 @@ def reap():  # Ray's workers end with their raylet, but not while it is a zombie
 
 threading.Thread(target=reap, daemon=True).start()
 for line in sys.stdin:
-    cluster.add_node(num_cpus=1)
+    add_node()
     print("added", flush=True)
 cluster.shutdown()
 """
