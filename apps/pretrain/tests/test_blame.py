@@ -14,13 +14,16 @@ import pytest
 
 from owt_data import Batches, load_tokenizer, open_tokens, read_steps
 from pretrain import main
-from pretrain._audit.blamed_step import BlamedStep, Comparison
+from pretrain._audit.blamed_step import BlamedStep, Comparison, _largest_difference
 from pretrain._audit.suspects import Suspect
 from pretrain._commands.blame import _lines as blame_lines
 from pretrain._run.spikes import THRESHOLD, spike_scores
 from pretrain._run.step_losses import read_step_losses
 
 SENTENCES = ("A short book, of some words. ", "Another line of the same book. ", "It has a few lines, and no more. ")
+SUSPECT = Suspect(
+    id="w1", windows=[1], num_tokens=48, loss=2.5, excess=0.25, share=0.5, norm=1.0, source=None, text="a\nb"
+)
 GARBAGE = "".join(random.Random(0).choices([chr(code) for code in range(0x21, 0x7F)], k=60))
 PLACE = 380
 STEPS, BATCH, SEQ_LEN = 200, 4, 48
@@ -150,17 +153,49 @@ def test_tables_show_the_text_of_the_documents_and_both_curves(trained, blamed, 
         assert [int(line.split()[0]) for line in lines[-4:-1]] == [step, step + 1, step + 2]
 
 
+@pytest.mark.parametrize(
+    ("recorded", "found", "expected"),
+    [
+        ([], [], None),
+        ([2.0, 1.0], [2.0, 1.0], 0.0),
+        ([2.0, 1.0, 3.0], [2.0, 1.5, 2.75], 0.5),
+        ([math.nan, 1.0], [math.nan, 1.0], 0.0),  # skipped in both
+        ([math.nan], [math.nan], 0.0),
+        ([math.nan, 1.0], [2.0, 1.0], 0.0),  # the run has lost a loss
+        ([math.nan], [2.0], None),
+        ([2.0, 1.0], [2.0, math.nan], math.inf),
+        ([2.0, 1.0], [math.nan, 1.0], math.inf),
+    ],
+)
+def test_losses_that_are_computed_again_are_compared_with_those_of_the_run(recorded, found, expected):
+    assert _largest_difference(np.array(recorded, np.float32), found) == expected
+
+
+@pytest.mark.parametrize(
+    ("difference", "end"),
+    [
+        (None, ""),
+        (0.0, ": the steps 6 to 8 have the losses of the run, to the bit"),
+        (0.25, ": the steps 6 to 8 have the losses of the run, up to 2.5e-01"),
+        (math.inf, ": a step after it was skipped, which has a loss in the run"),
+    ],
+)
+def test_the_output_says_whether_the_steps_before_are_those_of_the_run(difference, end):
+    found = BlamedStep(
+        step=9, loss=2.0, score=None, checkpoint=5, largest_difference=difference, grad_norm=0.5, windows=[SUSPECT],
+        documents=[SUSPECT], comparison=None,
+    )  # fmt: skip
+    assert [*blame_lines(found, 1, "loss", 1, "C")][1] == f"computed from checkpoint 5{end}"
+
+
 @pytest.mark.parametrize(("num_steps", "end"), [(3, []), (4, ["the run ends at step 9"])])
 def test_the_tables_have_a_legend_and_the_end_of_the_run(num_steps, end):
-    suspect = Suspect(
-        id="w1", windows=[1], num_tokens=48, loss=2.5, excess=0.25, share=0.5, norm=1.0, source=None, text="a\nb"
-    )
     compared = Comparison(
         ids=("w1",), num_windows=1, losses=[2.0, 1.0, math.nan], without=[1.5, 1.0, 1.25], score_without=None
     )
     found = BlamedStep(
-        step=7, loss=2.0, score=None, checkpoint=None, largest_difference=0.0, grad_norm=0.5, windows=[suspect] * 2,
-        documents=[dataclasses.replace(suspect, id="d3", source="a.jsonl:3")], comparison=compared,
+        step=7, loss=2.0, score=None, checkpoint=None, largest_difference=0.0, grad_norm=0.5, windows=[SUSPECT] * 2,
+        documents=[dataclasses.replace(SUSPECT, id="d3", source="a.jsonl:3")], comparison=compared,
     )  # fmt: skip
     lines = [*blame_lines(found, 1, "loss", num_steps, "blame run --step 7")]
     assert lines == [

@@ -164,6 +164,17 @@ def test_a_lease_that_is_not_renewed_lapses(run, command, monkeypatch):
         assert objects(run) == ["a.json"]
 
 
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_a_machine_with_a_wrong_clock_takes_no_lease(ahead_s, run, command, monkeypatch):
+    real_s, real_ns = time.time, time.time_ns
+    put(run, replace(command("b"), state="holds", generation=3))
+    monkeypatch.setattr(time, "time", lambda: real_s() + ahead_s)
+    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + ahead_s * 10**9)
+    with pytest.raises(UsageError, match="host-b"), leasing(run, command("a"), ignored):
+        pass
+    assert objects(run) == ["b.json"]
+
+
 def test_a_lease_is_renewed_while_its_command_runs(run, command, monkeypatch):
     monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.2)
     filesystem, root = open_uri(run)

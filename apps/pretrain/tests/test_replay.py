@@ -105,6 +105,13 @@ def test_a_run_that_was_killed_and_whose_intervals_changed_is_verified(facts, pl
     assert found["num_windows"] == sum('"windows"' in record for record in records) == 7
 
 
+def test_a_run_is_verified_from_a_checkpoint_between_two_records(facts, place):
+    records = [json.loads(line) for line in (place / "runs" / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record][:2] == [3, 6]
+    code, found = facts("killed", "--from", "4", "--to", "6")
+    assert (code, found["start"], found["num_losses"], found["num_windows"]) == (0, 4, 2, 1)
+
+
 def test_one_step_is_computed_from_the_checkpoint_before_it(replay, facts):
     assert replay("whole", "--step", "11")[1].splitlines() == [
         "step 11: verified, bit for bit",

@@ -1,5 +1,6 @@
 """Scores of checkpoints on tasks while a run trains: those of `eval`, each once, also after a kill."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -49,6 +50,12 @@ def waiting_scores(folder, *, saved, start, scored):
 def test_a_start_scores_the_checkpoints_up_to_its_step_that_have_no_scores(tmp_path, start, held):
     scores = waiting_scores(tmp_path, saved=(4, 6, 8, 12, 13), start=start, scored=[4])
     assert (scores.held, scores.is_idle) == (held, True)
+
+
+def test_a_checkpoint_stays_while_its_process_runs(tmp_path):
+    with contextlib.closing(waiting_scores(tmp_path, saved=(8, 12), start=12, scored=[4])) as scores:
+        assert scores.poll(12) == []
+        assert (scores.held, scores.is_idle) == ([8, 12], False)
 
 
 def test_a_later_checkpoint_takes_the_place_of_one_that_waits_and_the_log_names_that_one(tmp_path, caplog):

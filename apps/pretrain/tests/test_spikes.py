@@ -43,6 +43,8 @@ def test_steps_without_a_loss_have_no_score_and_do_not_count():
     np.testing.assert_array_equal(scores[np.isfinite(with_gaps)], spike_scores(losses))
     assert np.isnan(scores[~np.isfinite(with_gaps)]).all()
     assert len(spike_scores([np.nan, np.inf])) == 2
+    for first in (19, 20, 22, 152, 299, 300):
+        np.testing.assert_array_equal(spike_scores(with_gaps, first=first), scores[first:])
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])

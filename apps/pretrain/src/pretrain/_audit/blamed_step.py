@@ -62,8 +62,9 @@ class BlamedStep:
     """The checkpoint from which the steps before were computed again; None for the random parameters of the start."""
 
     largest_difference: float | None
-    """The largest difference of a loss from that of the run, in the steps that were computed again, in nats. None if
-    there are no such steps, or the run has lost their losses."""
+    """The largest difference of a loss from that of the run, in the steps that were computed again, in nats.
+    Infinite if one of them was skipped that has a loss in the run. None if there are no such steps, or their losses are
+    lost."""
 
     grad_norm: float
     """The norm of the gradient, without dropout."""
@@ -189,7 +190,8 @@ def _score(losses: Any) -> float | None:
 
 
 def _largest_difference(recorded: NDArray[np.float32], found: Sequence[float]) -> float | None:
-    """Return the largest difference between losses. A step that was skipped in both does not differ."""
-    pairs = [(float(one), other) for one, other in zip(recorded, found, strict=True)]
-    differences = [abs(one - other) for one, other in pairs if not np.isnan([one, other]).all()]
-    return max(differences, default=None)
+    """Return the largest difference from the losses that the run has: infinite if such a step was skipped now."""
+    pairs = [(float(one), other) for one, other in zip(recorded, found, strict=True) if not np.isnan(one)]
+    if not pairs:
+        return 0.0 if found and np.isnan(found).all() else None  # all were skipped in both, or are lost
+    return max(np.inf if np.isnan(other) else abs(one - other) for one, other in pairs)

@@ -154,6 +154,8 @@ def _origin(found: BlamedStep) -> str:
     steps = f"step {first} has" if first == found.step - 1 else f"the steps {first} to {found.step - 1} have"
     if found.largest_difference == 0:
         return f"computed from {start}: {steps} the losses of the run, to the bit"
+    if math.isinf(found.largest_difference):
+        return f"computed from {start}: a step after it was skipped, which has a loss in the run"
     return f"computed from {start}: {steps} the losses of the run, up to {found.largest_difference:.1e}"
 
 

@@ -132,7 +132,7 @@ class _Process:
 
     def __init__(self, folder: RunFolder, tasks: tuple[str, ...], step: int) -> None:
         self.step = step
-        self._output, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - `scores` closes them
+        self._output, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - `_close` closes them
         variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         variables = {name: value for name, value in variables.items() if name not in _DROPPED}
         options = ["--tasks", *tasks, "--batch-size", _BATCH_SIZE, "--json"]
@@ -156,6 +156,7 @@ class _Process:
             RuntimeError: the command has failed.
         """
         output, errors = (_content(file) for file in (self._output, self._errors))
+        self._close()
         if self._process.returncode != 0:
             lines = errors.strip().splitlines() or [f"exit code {self._process.returncode}"]
             raise RuntimeError(one_line(lines[-1].removeprefix("error: ").rstrip(".")))
@@ -165,12 +166,17 @@ class _Process:
         """Kill the command."""
         self._process.kill()
         self._process.wait(_END_WITHIN_S)
+        self._close()
+
+    def _close(self) -> None:
+        for file in (self._process.stdin, self._output, self._errors):
+            assert file is not None, "stdin is a pipe"
+            file.close()
 
 
 def _content(file: Any) -> str:
     file.seek(0)
-    with file:
-        return file.read().decode(errors="replace")
+    return file.read().decode(errors="replace")
 
 
 def _record(step: int, evaluation: dict[str, Any]) -> Record:
