@@ -19,13 +19,14 @@ PLANTED = "params.h.0.mlp.c_fc.kernel"
 
 # A digest is that of all arrays of a checkpoint.
 SCRIPT = """
-import dataclasses, json, shutil
+import dataclasses, json, os, shutil, signal, time
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from nnx_gpt2 import abstract_train_state, create_optimizer, root_digest, split_params, tensor_digests
+import pretrain._training.loop as loop
 from pretrain import PRESETS, load_trained, train
 from pretrain._run.description import read_description
 from pretrain._run.checkpoint_digests import DIGESTS
@@ -93,6 +94,26 @@ def rewind(name, step):
     for number in steps(name):
         if number > step:
             shutil.rmtree(Path("runs", name, "checkpoints", str(number)))
+
+def stop_in(step, config):
+    "Train, with a Ctrl-C during a step."
+    asks = loop.stop_requested
+
+    def stop_requested(number, *arrays):
+        if number == step:
+            os.kill(os.getpid(), signal.SIGINT)
+            while not asks(number, *arrays):
+                time.sleep(0.01)
+        return asks(number, *arrays)
+
+    loop.stop_requested = stop_requested
+    try:
+        train(config)
+        raise RuntimeError("it was not stopped")
+    except KeyboardInterrupt:
+        assert steps(config.name)[-1] == step
+    finally:
+        loop.stop_requested = asks
 
 def rejection(config):
     try:

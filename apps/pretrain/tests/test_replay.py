@@ -23,6 +23,8 @@ train(changed(BASE, name="whole"))
 train(changed(BASE, name="killed", train__log_every=3))
 rewind("killed", 8)
 train(changed(BASE, name="killed", train__log_every=4, train__eval_every=5))
+stop_in(5, changed(BASE, name="stopped", train__log_every=3))
+train(changed(BASE, name="stopped", train__log_every=3))
 train(changed(BASE, name="fork", from_checkpoint="whole@8"))
 train(changed(BASE, name="weights", init_from="whole@8", train__checkpoints_to_keep=2))
 train(changed(BASE, name="longer", train__max_steps=8, optimizer__schedule="cosine"))
@@ -106,10 +108,10 @@ def test_a_run_that_was_killed_and_whose_intervals_changed_is_verified(facts, pl
 
 
 def test_a_run_is_verified_from_a_checkpoint_between_two_records(facts, place):
-    records = [json.loads(line) for line in (place / "runs" / "killed" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "loss" in record][:2] == [3, 6]
-    code, found = facts("killed", "--from", "4", "--to", "6")
-    assert (code, found["start"], found["num_losses"], found["num_windows"]) == (0, 4, 2, 1)
+    records = [json.loads(line) for line in (place / "runs" / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [3, 4, 6, 8, 9, 12, 13]
+    code, found = facts("stopped", "--from", "5", "--to", "6")
+    assert (code, found["start"], found["num_losses"], found["num_windows"]) == (0, 5, 1, 1)
 
 
 def test_one_step_is_computed_from_the_checkpoint_before_it(replay, facts):

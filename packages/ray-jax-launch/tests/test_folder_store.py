@@ -365,6 +365,30 @@ def test_a_host_that_does_not_see_a_checkpoint_stops_waiting(folder: Path, monke
             writer._wait_until_visible(40)
 
 
+@pytest.mark.parametrize(("rank", "share"), [(1, (0, 2)), (3, (1, 2))])
+def test_the_processes_of_a_node_look_for_all_files_together(
+    rank: int, share: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listing of a node may be old. What the processes of another node see says nothing about it."""
+    shares: list[tuple[int, int]] = []
+
+    def note(step: int, share: tuple[int, int]) -> None:
+        shares.append(share)
+        raise LaunchError("looked")
+
+    monkeypatch.setattr("ray_jax_launch._checkpoint.writers._ranks_that_see", lambda folder: [1, 3])
+    monkeypatch.setattr("ray_jax_launch._checkpoint.writers.from_leader", lambda look, rank: look())
+    store = FolderStore(folder)
+    monkeypatch.setattr(store, "find_missing", note)
+    with contextlib.closing(make_writer(folder, store, "")) as writer, monkeypatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda: rank)
+        patch.setattr(jax, "process_count", lambda: 5)
+        patch.setattr(store, "files", lambda *_, **__: pytest.skip("looked"))
+        with pytest.raises(LaunchError, match="looked"):
+            writer.restore(30, {})
+    assert shares == [share]
+
+
 def test_a_checkpoint_is_deleted_while_an_older_one_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS keeps a deleted file that is open in another process, and its folder."""
     remove = shutil.rmtree

@@ -243,20 +243,24 @@ def test_a_chosen_step_that_is_damaged_is_an_error_and_no_other_is_read(place, r
 
 
 @pytest.mark.fault
-def test_a_chosen_step_that_the_run_deletes_is_an_error_and_no_other_is_read(place, monkeypatch, record_property):
+@pytest.mark.parametrize("method", ["restore_step", "restore"])
+def test_a_chosen_step_that_the_run_deletes_is_an_error_and_no_other_is_read(
+    method, place, monkeypatch, record_property
+):
     save(place, (1, 2), num_to_keep=2)
     writer = FolderWriter if isinstance(place, Path) else ObjectWriter
-    restore_copy = writer.restore_copy
+    restore = writer.restore_copy if method == "restore_step" else writer.restore
 
     def restore_late(*args):
-        found = restore_copy(*args)
+        found = restore(*args)
         save(place, (3,), num_to_keep=2)
         return found
 
     monkeypatch.setattr(writer, "restore_copy", restore_late)
+    monkeypatch.setattr(writer, "restore", restore_late)
     with Checkpoints(place, read_only=True) as checkpoints:
         with pytest.raises(DeletedCheckpointError, match=r"^the run has deleted checkpoint 1 in .* while it was read"):
-            checkpoints.restore_step(1, {"params": LIKE})
+            getattr(checkpoints, method)(1, {"params": LIKE})
         monkeypatch.undo()
         with pytest.raises(ValueError, match=r"got 1\. Choose one of 2, 3\.$"):
             checkpoints.restore_step(1, {"params": LIKE})
