@@ -9,6 +9,7 @@ from rich.console import Console
 from pretrain import main
 from pretrain._commands.plan_run import plan
 from pretrain._commands.report import report
+from ray_jax_launch import checkpoint_metadata
 
 wsd = changed(BASE, optimizer__schedule="wsd", optimizer__decay_steps=5, train__max_steps=18)
 train(changed(wsd, name="parent"))
@@ -40,6 +41,9 @@ options = {"price_per_hour": None, "largest_micro_batch": False, "measure": Fals
 found["planned"] = [plan(planned, **options).num_steps, plan(changed(planned, anneal=3), **options).num_tokens]
 best = min((line["val_loss"], line["step"]) for line in losses("parent") if "val_loss" in line)[1]
 found["best"] = [load_trained("parent@best").step, best, load_trained("parent@4").step, load_trained("parent").step]
+
+of_step_8 = [checkpoint_metadata(f"runs/{name}/checkpoints", 8)["best"] for name in ("parent", "other")]
+found["best at step 8"] = [[one[f"best_{kind}"] for kind in ("loss", "saved_loss", "saved_step")] for one in of_step_8]
 
 for state in ("with its parent", "alone"):
     report(["same"], out=f"{state}.html", console=Console(quiet=True))
@@ -118,3 +122,10 @@ def test_what_a_fork_cannot_take_is_rejected(found, name, sentence):
 def test_a_checkpoint_is_named_by_its_step_or_as_the_best(found):
     best, expected, fourth, newest = found["best"]
     assert (best, fourth, newest) == (expected, 4, 18)
+
+
+def test_the_best_checkpoint_of_a_parent_is_none_of_its_fork(found):
+    """The fork would else keep none of its own until one is better."""
+    parent, fork = found["best at step 8"]
+    assert parent[1:] == [parent[0], 4]  # a checkpoint is saved before its validation
+    assert fork == [parent[0], None, None]
