@@ -27,7 +27,6 @@ from owt_data import (
 )
 from owt_data._digests import file_sha256, known_sha256
 from owt_data._paths import open_regular, read_blocks
-from owt_data._tokens.open import _look_up_span, _read_sha256
 
 TIMEOUT_S = 60
 
@@ -137,16 +136,6 @@ def test_the_digest_of_a_file_that_changes_meanwhile_is_not_kept(folder):
     assert not [entry for entry in entries() if str(folder) in entry.read_text()]
     file_sha256(path)
     assert len([entry for entry in entries() if str(folder) in entry.read_text()]) == 1
-
-
-def test_the_ids_of_a_file_are_checked_for_each_vocabulary(folder, tmp_path):
-    """The digest of the file is in the cache after the first."""
-    path = str(tmp_path / "ids.bin")
-    np.full(1_000_000, 299, np.uint16).tofile(path)
-    assert _read_sha256(_look_up_span(path, 300), 300) == file_sha256(path)
-    assert [entry for entry in entries() if f"{path} as" in entry.read_text()]
-    with pytest.raises(DataError, match=r"ids in .*ids.bin must be below 299, .*, got 299 at token 0"):
-        _read_sha256(_look_up_span(path, 299), 299)
 
 
 def test_a_damaged_file_with_its_old_time_of_change_is_read_again(folder):
