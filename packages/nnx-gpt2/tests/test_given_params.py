@@ -34,8 +34,15 @@ def assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize("axes", [None, {"fsdp": 4}], ids=str)
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize(
+    ("axes", "scan_layers"),
+    [
+        pytest.param(None, False, marks=pytest.mark.slow),
+        (None, True),
+        ({"fsdp": 4}, False),
+        pytest.param({"fsdp": 4}, True, marks=pytest.mark.slow),
+    ],
+)
 def test_training_starts_from_published_weights(axes, scan_layers):
     """The state is that of a new model, but for the parameters. The first loss is that of the loaded model."""
     mesh = None if axes is None else make_mesh(**axes)

@@ -55,7 +55,7 @@ def expected(config, params, end_of_text=None):
     return products / products.size / float(total @ total), np.asarray(jnp.linalg.norm(jacobian.mean(1), axis=-1))
 
 
-@pytest.mark.parametrize("end_of_text", [None, END])
+@pytest.mark.parametrize("end_of_text", [pytest.param(None, marks=pytest.mark.slow), END])
 def test_shares_are_those_of_one_gradient_for_each_prediction(tiny, end_of_text):
     params = params_of(tiny)
     found = gradient_shares(tiny, params, WINDOWS, end_of_text=end_of_text)
@@ -67,7 +67,7 @@ def test_shares_are_those_of_one_gradient_for_each_prediction(tiny, end_of_text)
     np.testing.assert_allclose(found.losses, losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param({"fsdp": 2}, marks=pytest.mark.slow), {"fsdp": 2, "tensor": 2}], ids=str)
 def test_a_mesh_has_the_same_shares(tiny, axes):
     params, mesh = params_of(tiny), make_mesh(**axes)
     alone = gradient_shares(tiny, params, WINDOWS, end_of_text=END)

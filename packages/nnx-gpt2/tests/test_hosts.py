@@ -148,6 +148,7 @@ def test_two_hosts_train_and_evaluate_like_one(axes, alone, other_host, record_p
         np.testing.assert_allclose(result["evaluated"], alone["evaluated"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_tree_has_the_same_bits_on_two_processes():
     (alone,) = run([[]], TREE)
     assert run([[], []], TREE) == [alone, alone]
