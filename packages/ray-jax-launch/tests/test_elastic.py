@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray.cloudpickle
@@ -83,11 +84,36 @@ def number_of_workers(config):
     return jax.process_count()
 
 
+@pytest.mark.slow
 def test_a_group_starts_with_an_allowed_number_of_workers(nodes, tmp_path):
     for _ in range(3):
         nodes.add_node(num_cpus=1)
     allowed = cpu(4, min_workers=1).restricted_to([1, 2, 4])
     assert launch(number_of_workers, {}, hardware=allowed, storage_path=tmp_path).return_value == 2
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [([1, 2, 3, 4], [None, 1, 2, 3, 4, 4]), ([1, 2, 4], [None, 1, 2, 2, 4, 4]), ([2, 4], [None, None, 2, 2, 4, 4])],
+)
+def test_a_group_has_the_largest_allowed_number_of_workers_for_which_there_is_room(monkeypatch, allowed, expected):
+    monkeypatch.setattr(ElasticScalingPolicy, "_maybe_send_resource_request", lambda self: None)
+    bounds = (allowed[0], allowed[-1])
+    requests = []
+    for room, num_workers in enumerate(expected):
+        free = {f"node {number}": {"CPU": 1.0} for number in range(room)}
+        monkeypatch.setattr(ElasticScalingPolicy, "_get_reserved_resources", lambda self, free=free: free)
+        config = ScalingConfig(num_workers=bounds, elastic_resize_monitor_interval_s=0)
+        policy = WaitingPolicy(config, allowed, lambda line: None, lambda: requests.append(None), 240)
+        started = policy.make_decision_for_non_running_worker_group()
+        assert getattr(started, "num_workers", None) == num_workers
+        # A group that runs is asked to stop only if it would get another allowed number.
+        for running in allowed:
+            requests.clear()
+            policy = WaitingPolicy(config, allowed, lambda line: None, lambda: requests.append(None), 240)
+            state: Any = SimpleNamespace(start_time=float("-inf"), num_workers=running)
+            assert isinstance(policy.make_decision_for_running_worker_group(state, None), NoopDecision)
+            assert len(requests) == (num_workers not in (None, running))
 
 
 @pytest.mark.parametrize("wait_s", [240, 600])
