@@ -340,7 +340,7 @@ def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
         (("--hardware", "gpu:8:h100", "--measure"), "--hardware must be devices of this machine with --measure, got"),
         (("--hardware", "cpu:4", "--mesh.tensor", "2"), "mesh axis tensor must divide the 1 devices of one process"),
         (
-            ("--hardware", "cpu:1-4", "--train.global-batch-size", "8"),
+            ("--hardware", "cpu:3", "--train.global-batch-size", "8"),
             "must be divisible by 3 (3 data-parallel devices",
         ),
         (("--hardware", "cpu:1", "--model.dtype", "float64"), "must be bfloat16 or float32, got float64. Choose"),
