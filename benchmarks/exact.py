@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -450,7 +450,10 @@ def main() -> None:
         shares = {name: least + (rank < rest) for rank, name in enumerate(options.parts)}
         parts = [part("undisturbed", 0), *(part(name, num_kills) for name, num_kills in shares.items() if num_kills)]
         with ThreadPoolExecutor() as threads:
-            futures = {one.name: threads.submit(one.disturb) for one in parts}
+            futures: dict[str, Future[None]] = {}
+            for one in parts:
+                futures[one.name] = threads.submit(one.disturb)
+                time.sleep(30)  # on two cores, several starts of Ray at once take longer than its limit
         errors = [f"{name}: {future.exception()}" for name, future in futures.items() if future.exception()]
         if errors:
             sys.exit("\n".join(errors))
