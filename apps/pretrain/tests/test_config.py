@@ -266,7 +266,7 @@ def test_the_size_of_a_microbatch_gives_the_fewest_accumulation_steps(batch_size
 
 def test_devices_without_equal_microbatches_are_rejected():
     config = with_train(global_batch_size=12, micro_batch_size=3)
-    with pytest.raises(UsageError, match="must be at least 6 for equal microbatches on 1 or 2 or 3 data-parallel"):
+    with pytest.raises(UsageError, match="must be at least 6 for equal microbatches on 1, 2 or 3 data-parallel"):
         with_microbatches(config, [1, 2, 3])
     with pytest.raises(UsageError, match="must be divisible by 5 for 5 data-parallel devices, got 12"):
         with_microbatches(config, [5])

@@ -39,16 +39,17 @@ def test_the_introduction_has_the_sizes_of_the_run(hardware, per_worker, num_mic
 @pytest.mark.parametrize(
     ("counts", "shown"),
     [
-        ([1, 2, 4], "cpu:1-4, with 1, 2 or 4 workers, which can share a batch"),
-        ([2, 4], "cpu:2-4, with 2 or 4 workers, which can share a batch"),
-        ([4], "cpu:4"),
+        ([1, 2, 3, 4], "cpu:1-4"),
+        ([1, 2, 4], "cpu:1-4, with 1, 2 or 4 workers: other numbers do not fit the mesh or the batch"),
+        ([2, 3], "cpu:1-4, with 2 or 3 workers: other numbers do not fit the mesh or the batch"),
+        ([1], "cpu:1-4, with 1 worker: other numbers do not fit the mesh or the batch"),
     ],
 )
 def test_the_introduction_has_the_numbers_of_workers_that_fit(counts, shown, tmp_path):
     (tmp_path / "text.txt").write_text("x" * 100_000)
     prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
     data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")
-    config = with_vocab_size(PRESETS["quickstart"](), 257)
+    config = with_vocab_size(dataclasses.replace(PRESETS["quickstart"](), hardware="cpu:1-4"), 257)
     out, hardware = io.StringIO(), parse_hardware("cpu:1-4").restricted_to(counts)
     introduce(config, data, hardware, RunFolder(tmp_path / "run"), None, None, Console(file=out, width=80))
     assert f"hardware  {shown}" in out.getvalue().splitlines()

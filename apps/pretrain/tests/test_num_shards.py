@@ -127,8 +127,13 @@ def test_wrong_numbers_are_rejected(changes, message):
 @pytest.mark.parametrize(
     ("hardware", "changes", "message"),
     [
-        ("cpu:3", {}, "must have a number of devices that divides train.num_shards, 8, got 3. Choose 1, 2, 4"),
-        ("cpu:5-7", {}, "must have a number of devices that divides train.num_shards, 8, got 5. Choose 1, 2, 4"),
+        ("cpu:3", {}, "must have a number of devices that divides train.num_shards, 8, got 3. Choose 1, 2, 4 or 8."),
+        (
+            "cpu:5-7",
+            {},
+            "must have a number of workers that fits the mesh and the batch, got cpu:5-7. With 5: --hardware must have "
+            "a number of devices that divides train.num_shards, 8, got 5. Choose 1, 2, 4 or 8.",
+        ),
         ("cpu:16", {}, "must have a number of devices that divides train.num_shards, 8, got 16"),
         ("cpu:2x2", {}, "each worker must have one CPU device with train.num_shards, got 2 of cpu:2x2"),
         ("cpu:2", {"train__global_batch_size": 12}, r"divisible by 8 \(8 shards x 1 accumulation steps\), got 12"),

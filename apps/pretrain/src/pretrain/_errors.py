@@ -5,7 +5,7 @@ import errno
 import re
 import reprlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ray_jax_launch import PermanentError, without_credentials
 
@@ -37,6 +37,16 @@ def short(text: str) -> str:
     An empty text has quotes, which an error without them would hide.
     """
     return one_line(_cut(without_credentials(text), _MOST_SHOWN)) or "''"
+
+
+def alternatives(values: Sequence[object]) -> str:
+    """Return at least one value, as a sentence lists them.
+
+    >>> alternatives([1, 2, 4])
+    '1, 2 or 4'
+    """
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def one_line(text: str) -> str:

@@ -10,7 +10,7 @@ import ray_jax_launch
 from nnx_gpt2 import check_mesh
 from pretrain._config import PretrainConfig
 from pretrain._early_interrupt import keeping_handlers
-from pretrain._errors import UsageError
+from pretrain._errors import UsageError, alternatives
 from pretrain._screen.printing import print_line, waiting
 from pretrain._surroundings.environment import is_on, start_jax
 from ray_jax_launch import Hardware, parse_hardware
@@ -97,6 +97,11 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> Hardware:
             reasons.append(error)
         else:
             counts.append(num_workers)
+    if not counts and hardware.is_elastic:
+        raise UsageError(
+            f"--hardware must have a number of workers that fits the mesh and the batch, got {hardware}. With "
+            f"{hardware.min_workers}: {reasons[0]}"
+        )
     if not counts:
         raise reasons[0]
     hardware = hardware.restricted_to(counts)
@@ -152,9 +157,10 @@ def check_shares(config: PretrainConfig, num_data_devices: Sequence[int]) -> Non
     if (num_shards := config.train.num_shards) is not None:
         for number in num_data_devices:
             if num_shards % number:
+                powers = [2**n for n in range(num_shards.bit_length())]
                 raise UsageError(
                     f"--hardware must have a number of devices that divides train.num_shards, {num_shards}, got "
-                    f"{number}. Choose 1, 2, 4 or another power of two."
+                    f"{number}. Choose {alternatives(powers)}."
                 )
     numbers, noun = _parts_of_batch(config, num_data_devices)
     for number in numbers:
@@ -188,7 +194,7 @@ def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> Pre
         return config
     numbers, noun = _parts_of_batch(config, num_devices)
     fewest, common = min(numbers), math.lcm(*numbers)
-    shown = f"{' or '.join(map(str, numbers))} {noun}"
+    shown = f"{alternatives(numbers)} {noun}"
     if batch_size % common:
         raise UsageError(
             f"train.global_batch_size must be divisible by {common} for {shown}, got {batch_size}. Change it or "

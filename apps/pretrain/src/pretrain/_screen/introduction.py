@@ -7,6 +7,7 @@ from rich.console import Console
 from nnx_gpt2 import num_params
 from owt_data import GrowingTokens, TokenData
 from pretrain._config import PretrainConfig
+from pretrain._errors import alternatives
 from pretrain._run.description import Origin
 from pretrain._run.differences import option_values
 from pretrain._run.folder import RunFolder
@@ -59,7 +60,7 @@ def introduce(
                 f"{microbatches}",
             ),
             ("length", f"{max_steps:,} steps: {max_steps * step_tokens:,} tokens{epochs}"),
-            ("hardware", f"{hardware}{_allowed_counts(hardware)}"),
+            ("hardware", _describe_hardware(hardware, config.hardware)),
             *([] if origin is None else [("start", str(origin))]),
         ],
     )
@@ -70,12 +71,13 @@ def introduce(
             _show_changes(before, config, console)
 
 
-def _allowed_counts(hardware: Hardware) -> str:
-    """Return the numbers of workers of elastic hardware that cannot have all between its bounds."""
-    if hardware.allowed_counts is None or not hardware.is_elastic:
-        return ""
-    *others, largest = hardware.allowed_counts
-    return f", with {', '.join(map(str, others))} or {largest} workers, which can share a batch"
+def _describe_hardware(hardware: Hardware, given: str) -> str:
+    """Return the hardware, with its numbers of workers if they are not all of those that were given."""
+    counts = hardware.allowed_counts
+    if counts is None:
+        return str(hardware)
+    workers = "workers" if counts[-1] > 1 else "worker"
+    return f"{given}, with {alternatives(counts)} {workers}: other numbers do not fit the mesh or the batch"
 
 
 def _show_changes(before: PretrainConfig, config: PretrainConfig, console: Console) -> None:
