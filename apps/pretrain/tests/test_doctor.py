@@ -546,8 +546,17 @@ def test_a_check_that_hangs_does_not_hold_up_the_others():
     assert [(finding.name, finding.state) for finding in findings] == [("a", "fail"), ("b", "ok")]
 
 
-def test_an_interrupt_ends_the_programs_of_the_checks(tmp_path):
+@pytest.mark.parametrize("returns_late", [False, True])
+def test_an_interrupt_ends_the_programs_of_the_checks(returns_late, tmp_path, monkeypatch):
     pid = tmp_path / "pid"
+    start = subprocess.Popen.__init__
+
+    def start_late(self, *args, **options):
+        start(self, *args, **options)
+        time.sleep(0.5)  # the program runs already
+
+    if returns_late:
+        monkeypatch.setattr(subprocess.Popen, "__init__", start_late)
     program = ["sh", "-c", f"sleep 100 & echo $! > {pid}; wait"]
 
     def hang():

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from pretrain._errors import one_line, rejection
 _ANSWER = "import sys; from pretrain._doctor.child import answer; answer(*sys.argv[1:])"
 _END_WITHIN_S = 1.0
 _running: set[subprocess.Popen[str]] = set()
+_starting = threading.Lock()
 
 
 class ChildError(RuntimeError):
@@ -36,19 +38,20 @@ def run_program(command: Sequence[str], *, within_s: float, variables: Mapping[s
         ChildError: the program cannot be run, has failed, or has not ended in time. The message has its last line.
     """
     try:
-        program = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={**os.environ, **(variables or {})},
-            start_new_session=True,  # its children are killed with it
-        )
+        with _starting:
+            program = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env={**os.environ, **(variables or {})},
+                start_new_session=True,  # its children are killed with it
+            )
+            _running.add(program)
     except OSError as error:
         raise ChildError(f"{command[0]} cannot be run: {error.strerror}") from None
-    _running.add(program)
     try:
         output, errors = program.communicate(timeout=within_s)
     except subprocess.TimeoutExpired:
@@ -101,7 +104,9 @@ def answer(name: str, arguments: str) -> None:
 
 def end_children() -> None:
     """Kill the programs that still run, and their children."""
-    for program in [*_running]:
+    with _starting:  # a program that another thread is starting is ended too
+        programs = [*_running]
+    for program in programs:
         _end(program)
 
 
