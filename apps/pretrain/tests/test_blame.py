@@ -161,7 +161,9 @@ def test_tables_show_the_text_of_the_documents_and_both_curves(trained, blamed, 
         ([2.0, 1.0, 3.0], [2.0, 1.5, 2.75], 0.5),
         ([math.nan, 1.0], [math.nan, 1.0], 0.0),  # skipped in both
         ([math.nan], [math.nan], 0.0),
-        ([math.nan, 1.0], [2.0, 1.0], 0.0),  # the run has lost a loss
+        ([math.nan, 1.0], [2.0, 1.0], None),  # the run has lost a loss, or skipped a step
+        ([2.0, math.nan, 1.5], [2.0, 3.0, 1.5], None),
+        ([2.0, math.nan, 1.5], [2.0, 3.0, math.nan], math.inf),
         ([math.nan], [2.0], None),
         ([2.0, 1.0], [2.0, math.nan], math.inf),
         ([2.0, 1.0], [math.nan, 1.0], math.inf),

@@ -131,7 +131,7 @@ def test_elastic_hardware_may_have_some_numbers_of_workers_only():
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"), [("cpu:1-4", []), ("cpu:1-4", [0, 1]), ("cpu:1-4", [5]), ("tpu:v6e:4x4:1-3", [4, 6])]
+    ("text", "counts"), [("cpu:1-4", []), ("cpu:2-4", [1, 2]), ("cpu:1-4", [5]), ("tpu:v6e:4x4:1-3", [4, 6])]
 )
 def test_numbers_of_workers_that_a_group_cannot_have_are_rejected(text, counts):
     with pytest.raises(LaunchError, match=f"must be among those of {text}, at least one, got"):
@@ -140,9 +140,15 @@ def test_numbers_of_workers_that_a_group_cannot_have_are_rejected(text, counts):
         parse_hardware("cpu:1-4").restricted_to([1, 2, 4]).restricted_to([3])
 
 
-@pytest.mark.parametrize("counts", [(), (2, 4), (1, 2), (1, 5, 4), [1, 2, 4], ("1", "4")])
+@pytest.mark.parametrize("counts", [None, 4, "14", [0, 1], [1.5], [[1]]])
+def test_what_is_no_list_of_numbers_of_workers_is_rejected(counts):
+    with pytest.raises(LaunchError, match=r"^(counts must be numbers of workers|a number of workers must be a whole)"):
+        parse_hardware("cpu:1-4").restricted_to(counts)
+
+
+@pytest.mark.parametrize("counts", [(), (2, 4), (1, 2), (1, 5, 4), (1, 3, 2, 4), (1, [2], 4), [1, 2, 4], ("1", "4")])
 def test_allowed_counts_are_checked(counts):
-    with pytest.raises(LaunchError, match="allowed_counts must be a tuple of numbers of workers, from 1 to 4, got"):
+    with pytest.raises(LaunchError, match="must be a tuple of ascending numbers of workers, from 1 to 4, got"):
         Hardware(kind="cpu", num_workers=4, min_workers=1, devices_per_worker=1, allowed_counts=counts)
 
 

@@ -96,9 +96,10 @@ class Hardware:
     def _check_allowed_counts(self, counts: Any) -> None:
         every = range(self.min_workers, self.num_workers + 1, self.workers_per_slice)
         ends = (self.min_workers, self.num_workers)
-        if not isinstance(counts, tuple) or (counts[:1] + counts[-1:]) != ends or not set(counts).issubset(every):
+        is_valid = isinstance(counts, tuple) and all(count in every for count in counts)
+        if not is_valid or counts[:1] + counts[-1:] != ends or list(counts) != sorted(set(counts)):
             raise LaunchError(
-                f"allowed_counts must be a tuple of numbers of workers, from {ends[0]} to {ends[1]}, got "
+                f"allowed_counts must be a tuple of ascending numbers of workers, from {ends[0]} to {ends[1]}, got "
                 f"{shown(counts)}. Make it by restricted_to(...)."
             )
 
@@ -129,13 +130,16 @@ class Hardware:
     def restricted_to(self, counts: Iterable[int]) -> "Hardware":
         """Return this hardware with some of its numbers of workers, such as those that can share a batch.
 
+        Its text is that of the range between the smallest and the largest of them.
+
         >>> parse_hardware("cpu:1-5").restricted_to([1, 2, 4]).num_workers
         4
 
         Raises:
             LaunchError: there is none of these numbers, or the group cannot have one of them.
         """
-        kept = tuple(sorted(set(counts)))
+        check_type("counts", counts, Iterable, "numbers of workers", "Give a list such as [1, 2, 4]")
+        kept = tuple(sorted({check_number("a number of workers", count, at_least=1) for count in counts}))
         if not kept or not set(kept).issubset(self.worker_counts):
             raise LaunchError(
                 f"the numbers of workers must be among those of {self}, at least one, got {shown(list(kept))}. Leave "

@@ -63,8 +63,8 @@ class BlamedStep:
 
     largest_difference: float | None
     """The largest difference of a loss from that of the run, in the steps that were computed again, in nats.
-    Infinite if one of them was skipped that has a loss in the run. None if there are no such steps, or their losses are
-    lost."""
+    Infinite if one of them was skipped that has a loss in the run. None if there are no such steps, or the run lacks
+    the loss of one: it is lost, or the run skipped it."""
 
     grad_norm: float
     """The norm of the gradient, without dropout."""
@@ -190,8 +190,10 @@ def _score(losses: Any) -> float | None:
 
 
 def _largest_difference(recorded: NDArray[np.float32], found: Sequence[float]) -> float | None:
-    """Return the largest difference from the losses that the run has: infinite if such a step was skipped now."""
-    pairs = [(float(one), other) for one, other in zip(recorded, found, strict=True) if not np.isnan(one)]
-    if not pairs:
-        return 0.0 if found and np.isnan(found).all() else None  # all were skipped in both, or are lost
-    return max(np.inf if np.isnan(other) else abs(one - other) for one, other in pairs)
+    """Return the largest difference between losses. A step that was skipped in both does not differ."""
+    now, skipped = np.asarray(found, np.float64), np.isnan(found)
+    if (skipped & ~np.isnan(recorded)).any():
+        return np.inf
+    if not found or (np.isnan(recorded) & ~skipped).any():
+        return None
+    return float(np.abs(recorded - now).max(initial=0.0, where=~skipped))
