@@ -223,7 +223,18 @@ def test_cpu_devices_are_made_for_a_plan():
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     code = f"from pretrain import main; main({['plan', '--json', *options]})"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["num_devices"] == 2  # an elastic group at its smallest
+    found = json.loads(done.stdout)
+    assert (found["num_devices"], found["worker_counts"]) == (2, [1, 2, 3])  # an elastic group at its smallest
+
+
+def test_the_numbers_of_workers_of_a_range_are_shown(capsys):
+    def row(hardware):
+        assert main(["plan", *TINY, *STEPS, "--train.global-batch-size", "8", "--hardware", hardware]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("workers")]
+
+    assert row("cpu:1-5") == ["workers     1, 2 or 4; planned with the fewest"]
+    assert row("cpu:1-999999") == ["workers     1, 2, 4 or 8; planned with the fewest"]
+    assert row("cpu:1") == []
 
 
 @pytest.mark.parametrize(
@@ -273,9 +284,9 @@ def test_the_time_and_the_price_follow_from_the_peak(plain):
 )
 def test_times_are_shown_in_their_unit(hours, shown):
     plan = Plan(
-        device="H100", num_devices=8, mesh={"data": 8}, num_parameters=1, tokens_per_step=1, num_steps=100,
-        num_tokens=1, epochs=1.0, source_epochs={}, micro_batch_size=1, grad_accum_steps=1, flops=1.0,
-            tokens_bytes=20_000_000,
+        device="H100", num_devices=8, mesh={"data": 8}, worker_counts=(), num_parameters=1, tokens_per_step=1,
+        num_steps=100, num_tokens=1, epochs=1.0, source_epochs={}, micro_batch_size=1, grad_accum_steps=1, flops=1.0,
+        tokens_bytes=20_000_000,
         checkpoints_bytes=3_000_000_000, logs_bytes=4000, state_bytes=1, temporary_bytes=1, usable_bytes=None,
         fits=True, reason="", hours=hours, price_per_hour=1.0, price=hours, measured_step_s=1.5,
         measured_hours=150 / 3600, measured_price=150 / 3600,

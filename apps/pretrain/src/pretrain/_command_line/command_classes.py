@@ -235,8 +235,8 @@ class VerifyCommand:
     """Number of kills, at most 20."""
 
     hardware: str = "cpu:2"
-    """Hardware of the second run: cpu:WORKERS or gpu:WORKERS of 1, 2 or 4 workers, or local, where each kill is one of
-    the command."""
+    """Hardware of the second run: cpu:WORKERS or gpu:WORKERS of 1, 2 or 4 workers, a range such as cpu:1-4, or local,
+    where each kill is one of the command."""
 
     data: str = "builtin"
     """Training data, in the forms of the command train. builtin is cut to some modules of Python's standard library."""

@@ -104,7 +104,9 @@ def plan(
     except ValueError as error:
         raise UsageError(str(error)) from error
     found = _summary(config, num_steps, target, mesh, data, memory, price_per_hour, step_s)
-    return dataclasses.replace(found, reason=_reason(target, memory, reason))
+    is_range = hardware is not None and (hardware.is_elastic or hardware.allowed_counts is not None)
+    counts = tuple(hardware.worker_counts) if is_range else ()
+    return dataclasses.replace(found, worker_counts=counts, reason=_reason(target, memory, reason))
 
 
 class _Data(NamedTuple):
@@ -246,6 +248,7 @@ def _summary(
         device=kind,
         num_devices=num_devices,
         mesh=dict(mesh.shape),
+        worker_counts=(),
         num_parameters=num_params(model),
         tokens_per_step=train.global_batch_size * model.seq_len,
         num_steps=num_steps,

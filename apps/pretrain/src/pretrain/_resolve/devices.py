@@ -95,6 +95,8 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> Hardware:
             check_shares(with_microbatches(config, number), number)
         except UsageError as error:
             reasons.append(error)
+            if num_workers * per_worker > config.train.global_batch_size * config.mesh.tensor:
+                break  # more devices than sequences: no larger number fits
         else:
             counts.append(num_workers)
     if not counts and hardware.is_elastic:

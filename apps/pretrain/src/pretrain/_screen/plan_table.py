@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from pretrain._errors import alternatives
 from pretrain._formats import count, decimal_bytes
 from pretrain._screen.printing import print_line, print_table
 
@@ -27,6 +28,8 @@ class Plan:
     device: str
     num_devices: int
     mesh: dict[str, int]
+    worker_counts: tuple[int, ...]
+    """Numbers of workers that elastic hardware may have, of which the first is planned; empty for other hardware."""
     num_parameters: int
     tokens_per_step: int
     num_steps: int
@@ -72,6 +75,7 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
     mesh = ", ".join(f"{axis} {size}" for axis, size in found.mesh.items() if size > 1)
     rows = {
         "devices": f"{found.num_devices} x {found.device}" + (f", {mesh}" if mesh else ""),
+        **({"workers": f"{alternatives(found.worker_counts)}; planned with the fewest"} if found.worker_counts else {}),
         "parameters": count(found.num_parameters),
         "tokens": f"{count(found.num_tokens)}: {found.num_steps:,} steps of {found.tokens_per_step:,}",
         "epochs": _epochs(found),
