@@ -1,8 +1,10 @@
 """Fixtures of all tests: a cache of its own for each test, and a local S3 server."""
 
 import logging
+import os
 import signal
 
+import jax
 import pytest
 from beartype import BeartypeConf
 from beartype.claw import beartype_package
@@ -12,6 +14,14 @@ beartype_package("pretrain", conf=BeartypeConf(is_pep484_tower=True))  # an int 
 # The tests, and what they start, answer signals also where the parent ignores them, as `nohup` does.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Short runs spend most of their time compiling: the programs of this process have fewer optimizations. What it starts
+# has those of users.
+_XLA_FLAGS = os.environ.get("XLA_FLAGS")
+os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+jax.config.update("jax_disable_most_optimizations", True)
+jax.devices()  # reads the variable
+os.environ.pop("XLA_FLAGS")
 
 
 @pytest.fixture(scope="session", autouse=True)

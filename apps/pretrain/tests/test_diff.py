@@ -33,7 +33,7 @@ train(changed(BASE, name="planted"))
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("runs")
-    results(SCRIPT, place, is_optimized=True)  # as the commands of the tests
+    results(SCRIPT, place)
     return place
 
 
@@ -166,7 +166,7 @@ def test_runs_of_other_data_and_of_other_models_are_answered(facts):
 
 
 def test_runs_in_object_storage_are_compared(s3, place, diff):
-    results(f'train(changed(BASE, name="remote", storage_path="{s3}/runs"))', place, is_optimized=True)
+    results(f'train(changed(BASE, name="remote", storage_path="{s3}/runs"))', place)
     code, out, _ = diff("whole", f"{s3}/runs/remote")
     assert code == 0
     assert "the checkpoints of steps 4, 8, 12, 13." in " ".join(out.split())

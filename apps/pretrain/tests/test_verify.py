@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import random
 import re
@@ -18,8 +19,11 @@ from many_runs import PLANTED, results
 from rich.console import Console
 
 from pretrain import main
+from pretrain._audit.child_run import ChildRun
+from pretrain._audit.killed_run import ChildFailedError, train_with_kills
 from pretrain._audit.planned_kills import plan_kills
-from pretrain._commands.verify_run import MAX_STEPS, judge
+from pretrain._commands.verify_run import MAX_STEPS, judge, progress
+from pretrain._run.folder import locate
 from pretrain._screen.kill_table import KillRow, KillTable
 from pretrain._surroundings.process_tree import living, processes_below
 
@@ -141,6 +145,30 @@ def test_the_answer_names_an_array_that_differs_in_one_bit(place):
     assert not any(line.startswith("equal, to the bit") for line in lines)
 
 
+def test_a_run_that_ends_before_its_kills_proves_nothing(place):
+    run = ChildRun(locate(place / "run"), ["--help"], log=place / "log", variables={})
+    kills = plan_kills(2, MAX_STEPS, has_workers=False, rng=random.Random(0))
+    with contextlib.closing(run), pytest.raises(ChildFailedError, match="run ended before 2 of 2 kills"):
+        train_with_kills(run, kills, random.Random(0), KillTable(Console(file=io.StringIO())))
+
+
+def test_the_line_about_the_present_says_what_a_kill_has_left(place):
+    results('train(changed(BASE, name="run", train__max_steps=8))', place)
+    run = ChildRun(locate(place / "runs" / "run"), [], log=place / "log", variables={})
+    # What a start has written that has no record yet: it continues from a checkpoint.
+    phases = run.folder.phases.read_text().splitlines(keepends=True)
+    run.folder.phases.write_text("".join(phases[: 1 + max(n for n, line in enumerate(phases) if "training" in line)]))
+    start = json.loads(run.folder.starts.read_text().splitlines()[-1])
+    run.folder.starts.write_text(json.dumps(start | {"step": 4, "time_s": time.time()}) + "\n")
+    table = KillTable(Console(file=io.StringIO()))
+    assert progress(run, table) == f"step 4 of {MAX_STEPS}"
+    row = KillRow(number=1, victim="a worker (7)", step=5, phase="training")
+    table.add(row)
+    assert progress(run, table) == "starting again after the kill"
+    row.continued_by = "new workers"
+    assert progress(run, table) == f"step 4 of {MAX_STEPS}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_after_ctrl_c_no_process_and_no_file_is_left(place, times):
@@ -190,9 +218,17 @@ def test_wrong_options_are_rejected_before_anything_starts(arguments, sentence, 
     assert sentence in capsys.readouterr().err
 
 
-def test_rejected_data_is_one_sentence_and_leaves_nothing(capsys):
+def test_absent_data_is_rejected_before_anything_starts(capsys):
     assert main(["verify", "--data", "absent.txt"]) == 2
-    assert re.fullmatch(r"error: absent.txt .*\n", capsys.readouterr().err)
+    printed = capsys.readouterr()
+    assert re.fullmatch(r"error: absent.txt .*\n", printed.err)
+    assert printed.out == ""
+
+
+def test_data_that_the_run_rejects_is_one_sentence_and_leaves_nothing(capsys):
+    Path("short.txt").write_text("too short")
+    assert main(["verify", "--data", "short.txt"]) == 2
+    assert re.fullmatch(r"error: .*\n", capsys.readouterr().err)
     assert [*Path("temporary").iterdir()] == []
 
 

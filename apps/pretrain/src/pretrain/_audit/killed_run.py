@@ -15,7 +15,7 @@ _BAD_INPUT = 2
 
 
 class ChildFailedError(RuntimeError):
-    """A command `train` has failed that nothing had killed."""
+    """A command `train` has failed that nothing had killed, or has ended before a planned kill."""
 
 
 def train_with_kills(run: ChildRun, kills: Sequence[PlannedKill], rng: random.Random, table: KillTable) -> None:
@@ -29,7 +29,7 @@ def train_with_kills(run: ChildRun, kills: Sequence[PlannedKill], rng: random.Ra
 
     Raises:
         UsageError: the command has rejected its input.
-        ChildFailedError: the command has failed, and no kill explains it.
+        ChildFailedError: the command has failed, and no kill explains it; or the run ended before the last kill.
     """
     pending, row = deque(kills), None
     num_starts, killed_s, is_started_again = 0, 0.0, False
@@ -42,6 +42,10 @@ def train_with_kills(run: ChildRun, kills: Sequence[PlannedKill], rng: random.Ra
             table.continued(row)
             row = None
         if code == 0:
+            if pending:
+                raise ChildFailedError(
+                    f"the run {run.folder.name} ended before {len(pending)} of {len(kills)} kills. Try it again"
+                )
             return
         if code is not None:
             if row is None or is_started_again:

@@ -227,8 +227,8 @@ class VerifyCommand:
 
     A small run is trained undisturbed, on one device. It is trained again on other workers, while its processes are
     killed by SIGKILL at random places: a worker, or the command, which is then started again. Losses, windows,
-    parameters and optimizer of the two runs are compared. The exit code is 0 if all is equal, 1 if not. No file and no
-    process is left.
+    parameters and optimizer of the two runs are compared. The exit code is 0 if all is equal, 1 if not. No process is
+    left, and no file if all is equal.
     """
 
     kills: int = 4

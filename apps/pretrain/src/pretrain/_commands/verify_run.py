@@ -21,6 +21,7 @@ from pretrain._audit.planned_kills import plan_kills
 from pretrain._audit.recorded_run import RecordedRun, read_run
 from pretrain._audit.run_difference import compare_runs
 from pretrain._commands.diff import diff
+from pretrain._data import find_texts, open_prepared
 from pretrain._errors import UsageError, one_line, rejecting, shown
 from pretrain._formats import duration
 from pretrain._output import print_error
@@ -80,13 +81,14 @@ def verify(*, kills: int, hardware: str, data: str, seed: int, keep: str | None,
 
     Raises:
         UsageError: an option is out of its range, or the data is rejected.
+        DataError: the data does not exist.
         KeyboardInterrupt: Ctrl-C.
     """
     if not 1 <= kills <= MAX_KILLS:
         raise UsageError(f"--kills must be at least 1 and at most {MAX_KILLS}, got {kills}.")
     if seed < 0:
         raise UsageError(f"--seed must be at least 0, got {seed}.")
-    found = _checked(hardware)
+    found = _checked(hardware, data)
     single = {"cpu": "local", "gpu": "gpu:1", "local": "local"}[found.kind]
     runs_s = 10 * round((_RUNS_S + kills * _KILL_S) / 10)
     introduction = (
@@ -126,7 +128,9 @@ def _train_both(
         with contextlib.closing(run), KillTable(console) as table:
             if not console.is_interactive:
                 print_line(console, f"the run {name}, on {where}")
-            table.present(lambda run=run, where=where: f"{run.folder.name} run, on {where}: {_progress(run)}")
+            table.present(
+                lambda run=run, where=where, table=table: f"{run.folder.name} run, on {where}: {progress(run, table)}"
+            )
             try:
                 train_with_kills(run, [] if name == _UNDISTURBED else planned, rng, table)
             except KeyboardInterrupt:
@@ -135,25 +139,34 @@ def _train_both(
     return len(table.rows)
 
 
-def _progress(run: ChildRun) -> str:
-    phase, step = run.phase(), run.step()
-    return f"step {step} of {MAX_STEPS}" if phase == "training" else phase
+def progress(run: ChildRun, table: KillTable) -> str:
+    """Return the present of a run: its step, its phase, or that it starts again."""
+    if table.rows and not table.rows[-1].continued_by:
+        return "starting again after the kill"
+    phase = run.phase()
+    if phase != "training":
+        return phase
+    return f"step {run.step() or run.starts()[-1]['step']} of {MAX_STEPS}"
 
 
-def _checked(text: str) -> Hardware:
+def _checked(text: str, data: str) -> Hardware:
     """Return the hardware of the second run.
 
     Raises:
         UsageError: it is not on this machine, or cannot train the run.
         LaunchError: a number in it is invalid.
+        DataError: the text or the tokens do not exist, or the tokens cannot be read.
     """
     if text.partition(":")[0] not in ("local", "cpu", "gpu"):
         raise UsageError(
             f"--hardware must be local, cpu:WORKERS or gpu:WORKERS, got {shown(text)}. The processes to kill are on "
             "this machine."
         )
+    config = PRESETS["quickstart"]().with_options({**_OPTIONS, "hardware": text, "data": data})
     if text != "local":  # whose devices would start in this process
-        given_hardware(PRESETS["quickstart"]().with_options({**_OPTIONS, "hardware": text}))
+        given_hardware(config)
+    if open_prepared(config) is None:
+        find_texts(config)
     return parse_hardware(text)
 
 
