@@ -39,7 +39,7 @@ train(changed(BASE, name="planted"))
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("runs")
-    results(SCRIPT, place, is_optimized=True)  # as the commands of the tests
+    results(SCRIPT, place)
     return place
 
 
@@ -242,7 +242,7 @@ def test_a_run_of_two_workers_is_verified_on_two_workers(place):
     def pretrain(*arguments):
         command = [sys.executable, "-m", "pretrain", *arguments]
         return subprocess.run(
-            command, cwd=place, env=environment(place, is_optimized=True), capture_output=True, text=True, check=False
+            command, cwd=place, env=environment(place), capture_output=True, text=True, check=False
         )  # fmt: skip
 
     options = (

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from many_runs import environment
 from pyarrow.fs import FileSelector
 
 from pretrain import main
@@ -195,8 +196,10 @@ SLOWLY = ("--train.eval-every", "2")
 
 def train(place, *options):
     command = [sys.executable, APPLICATION, *OPTIONS, *options]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    # The bits are compared with those of a run in this process.
+    return subprocess.Popen(
+        command, cwd=place, env=environment(place), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def finish(process):
