@@ -104,8 +104,9 @@ def plan(
     except ValueError as error:
         raise UsageError(str(error)) from error
     found = _summary(config, num_steps, target, mesh, data, memory, price_per_hour, step_s)
-    is_range = hardware is not None and (hardware.is_elastic or hardware.allowed_counts is not None)
-    counts = tuple(hardware.worker_counts) if is_range else ()
+    counts: tuple[int, ...] = ()
+    if hardware is not None and (hardware.is_elastic or hardware.allowed_counts is not None):
+        counts = tuple(hardware.worker_counts)
     return dataclasses.replace(found, worker_counts=counts, reason=_reason(target, memory, reason))
 
 
