@@ -59,7 +59,7 @@ _UNDISTURBED, _KILLED = "undisturbed", "killed"
 _DIGITS = 16
 _WIDTH = 80
 # On two idle CPU cores: two runs, and what a kill of the command adds on top of half as much for a worker.
-_RUNS_S, _KILL_S = 60.0, 15.0
+_RUNS_S, _KILL_S = 80.0, 18.0
 
 
 def verify(*, kills: int, hardware: str, data: str, seed: int, keep: str | None, console: Console) -> bool:
