@@ -1,13 +1,13 @@
 """Fixtures of all tests: a cache of its own for each test, and a local S3 server."""
 
 import logging
-import os
 import signal
 
 import jax
 import pytest
 from beartype import BeartypeConf
 from beartype.claw import beartype_package
+from many_runs import FEWER_OPTIMIZATIONS
 
 # Check the types of all calls in the package. Must precede its first import.
 beartype_package("pretrain", conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
@@ -17,11 +17,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Short runs spend most of their time compiling: the programs of this process have fewer optimizations. What it starts
 # has those of users.
-_XLA_FLAGS = os.environ.get("XLA_FLAGS")
-os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 jax.config.update("jax_disable_most_optimizations", True)
-jax.devices()  # reads the variable
-os.environ.pop("XLA_FLAGS")
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("XLA_FLAGS", FEWER_OPTIMIZATIONS["XLA_FLAGS"])
+    jax.devices()  # reads the variable
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Short runs spend most of their time compiling, and fewer optimizations save half of it.
-_FEWER_OPTIMIZATIONS = {
+# Short runs spend most of their time compiling, and fewer optimizations save half of it. The test process has them too.
+FEWER_OPTIMIZATIONS = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
 }
@@ -145,7 +145,7 @@ def results(script: str, place: Path, *, is_optimized: bool = False) -> dict[str
 
 def environment(place: Path, *, is_optimized: bool = False) -> dict[str, str]:
     """Return the variables of a process that trains in a folder, with a cache of its own."""
-    added = {} if is_optimized else _FEWER_OPTIMIZATIONS
+    added = {} if is_optimized else FEWER_OPTIMIZATIONS
     return os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache"), **added}
 
 
