@@ -2,9 +2,12 @@
 
 import os
 
-# Tests spend most of their time compiling. Fewer optimizations save two thirds of it, and no fusion emitters a quarter
-# of the rest. The application's tests, the READMEs and the benchmarks run the same code fully optimized.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
+# Tests spend most of their time compiling. Fewer optimizations save two thirds of it, and these flags a third of the
+# rest. The integration tests, the READMEs and the benchmarks run the same code fully optimized.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
 
 import jax
 import pytest

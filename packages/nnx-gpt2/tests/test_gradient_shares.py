@@ -49,7 +49,7 @@ def expected(config, params, end_of_text=None):
         windows = jnp.asarray(WINDOWS)
         return token_losses(merge(config, params), windows, segment_ids=segments_of(windows, end_of_text))
 
-    jacobian = flat(jax.jacrev(losses_of)(params), 2)
+    jacobian = flat(jax.jit(jax.jacrev(losses_of))(params), 2)
     total = jacobian.mean((0, 1))
     products = np.asarray(jacobian @ total)
     return products / products.size / float(total @ total), np.asarray(jnp.linalg.norm(jacobian.mean(1), axis=-1))

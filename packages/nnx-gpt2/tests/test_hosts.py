@@ -107,7 +107,7 @@ def run(commands, code=CODE, **axes):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // len(commands)}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={4 // len(commands)}",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     sizes = [str(axes.get("fsdp", 1)), str(axes.get("tensor", 1))]

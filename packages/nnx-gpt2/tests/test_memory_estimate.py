@@ -18,7 +18,7 @@ from nnx_gpt2 import (
     num_params,
 )
 
-CONFIG = GPT2Config(vocab_size=512, seq_len=64, num_layers=4, num_heads=2, embed_dim=64)
+CONFIG = GPT2Config(vocab_size=512, seq_len=64, num_layers=2, num_heads=2, embed_dim=64)
 SMALL = GPT2Config(vocab_size=256, seq_len=64, num_layers=1, num_heads=2, embed_dim=32)
 
 

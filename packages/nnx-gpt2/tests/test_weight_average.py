@@ -53,8 +53,14 @@ def assert_equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize("mesh", [None, make_mesh(fsdp=8)], ids=["one", "fsdp=8"])
-@pytest.mark.parametrize(("name", "decay"), [("adamw", 0.9), ("adamw", 0.999), ("muon", 0.9)])
+@pytest.mark.parametrize(
+    ("name", "decay", "mesh"),
+    [
+        pytest.param("adamw", 0.9, None, id="adamw"),
+        pytest.param("adamw", 0.999, make_mesh(fsdp=8), id="adamw, fsdp=8"),
+        pytest.param("muon", 0.9, make_mesh(fsdp=8), id="muon, fsdp=8"),
+    ],
+)
 def test_the_average_is_that_of_numpy_in_each_of_twenty_steps(tiny, name, decay, mesh):
     optimizer = dataclasses.replace(OPTIMIZER, name=name, average_decay=decay)
     _, params, averages = trained(tiny, 20, optimizer, mesh)
@@ -122,8 +128,7 @@ def test_the_average_does_not_change_training(tiny, name, clip_norm):
         averaged_params(one.opt_state)
 
 
-@pytest.mark.parametrize("mesh", [None, make_mesh(fsdp=2)], ids=["one", "mesh"])
-@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize(("mesh", "is_given"), [(None, True), (make_mesh(fsdp=2), False)], ids=["given", "mesh"])
 def test_a_step_donates_parameters_and_average_separately(tiny, mesh, is_given, monkeypatch):
     *_, last = trained(tiny, 3)[2]
     monkeypatch.setattr("nnx_gpt2._train_step.is_donated", lambda shapes, mesh: True)
