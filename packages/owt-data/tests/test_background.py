@@ -291,6 +291,7 @@ def test_readers_end_when_the_preparation_has_ended(corpus, tmp_path, monkeypatc
     with prepare_in_background(str(corpus), tmp_path / "out", START, num_processes=1) as data:
         window_digests(data.train, 0, 1)
     monkeypatch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 0.5)
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._SHARED_WITHIN_S", 0.0)  # its shards are here
     with pytest.raises(DataError, match=r"^The preparation of .*out has ended before its last tokens"):
         window_digests(data.train, 0, 1000)
 

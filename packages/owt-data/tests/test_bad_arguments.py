@@ -20,6 +20,8 @@ prepare("book.txt", "book", T, num_processes=1)
 os.mkdir("poem")
 for name in ("train", "val"):
     np.zeros(400, "<u2").tofile(f"poem/{name}.bin")
+wide = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "</s>": 65536}, "merges": []}}
+P("wide.json").write_text(json.dumps(wide))
 data = open_tokens("book", tokenizer="bytes")
 tr, I, ARRAY = data.train, np.arange(3), np.array([1, 2])
 text = {"block_size": 8, "tokenizer": "bytes"}
@@ -245,6 +247,7 @@ CASES = {
     "token_windows(tr, seq_len=8, num_rows='5')": "num_rows must be an integer of at least 1, got '5'.",
     "iter_steps(5)": f"{DATASET} 5. Call step_windows first.",
     "iter_steps([])": f"{DATASET} []. Call step_windows first.",
+    "stream_text('book.txt', block_size=8, tokenizer='wide.json')": "dtype must hold the 65537 ids of '",
     "stream_text('book.txt', **text, row_end=5)": "row_end must be UTF-8 text, got 5.",
     "stream_text('book.txt', **text, column='')": "column must be UTF-8 text of at least 1 character, got ''.",
     "stream_text('book.txt', **text, column=5)": "column must be UTF-8 text of at least 1 character, got 5.",

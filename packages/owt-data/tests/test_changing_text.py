@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from owt_data import DataError, PrepareOptions, prepare
+from owt_data import DataError, PrepareOptions, find_source, prepare, train_tokenizer
 from owt_data._cli import main
+from owt_data._digests import file_state
+from owt_data._sources.source import SourceStates
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 NUM_TEXTS = 600
@@ -78,6 +80,25 @@ def test_a_text_that_changes_while_it_is_read_is_rejected(suffix, num_processes,
     assert once_more == other
 
 
+@pytest.mark.parametrize("clock", ["of nanoseconds", "of hours"])
+def test_a_change_is_noticed_by_the_state_of_an_old_file_and_by_the_contents_of_a_new_one(clock, tmp_path, monkeypatch):
+    """A second change within a step of the file system's clock leaves the state as it is."""
+    path = tmp_path / "text.jsonl"
+    write(path, seed=0)
+    if clock == "of nanoseconds":
+        monkeypatch.setattr("owt_data._digests._SETTLED_S", -60)  # the file is old
+        monkeypatch.setattr("owt_data._sources.source.file_sha256", lambda *_: "0" * 64)
+    else:
+        state = file_state(path)
+        monkeypatch.setattr("owt_data._digests._SETTLED_S", 3600)
+        monkeypatch.setattr("owt_data._sources.source.file_state", lambda _: state)
+    states = SourceStates([find_source(str(path))])
+    states.check_unchanged()
+    overwrite(path)
+    with pytest.raises(DataError, match=rf"^{path} has changed while it was read\."):
+        states.check_unchanged()
+
+
 def test_one_changing_file_of_a_glob_is_named(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(3):
@@ -108,3 +129,19 @@ def test_the_command_ends_with_exit_code_2(tmp_path, capsys, monkeypatch):
     assert main(["prepare", str(path), str(tmp_path / "out"), "--tokenizer", "bytes", "--num-processes", "1"]) == 2
     assert f"error: {path} has changed while it was read" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize("change", [append, overwrite_and_restore_the_time, lambda path: path.write_text("torn")])
+def test_no_tokenizer_is_made_of_a_text_that_changes(change, tmp_path):
+    path = tmp_path / "text.jsonl"
+    write(path, seed=0)
+    changed = []
+
+    def change_once(progress):
+        if not changed:
+            changed.append(change(path))
+
+    with pytest.raises(DataError, match=rf"^{path} has changed while it was read\."):
+        train_tokenizer(str(path), tmp_path / "out", vocab_size=260, num_processes=1, progress=change_once)
+    assert changed
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]

@@ -40,7 +40,12 @@ def test_prepare_then_verify(articles, tmp_path, capsys):
     with (tmp_path / "out/val.bin").open("ab") as file:
         file.write(b"xx")
     assert main(["verify", str(tmp_path / "out")]) == 1
-    assert "val.bin: expected" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "val.bin: expected" in err
+    assert err.endswith("/out: 1 difference\n")
+    (tmp_path / "out/train.bin").unlink()
+    assert main(["verify", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.endswith("/out: 2 differences\n")
 
 
 def test_many_sources_and_given_splits(articles, tmp_path):
@@ -81,6 +86,14 @@ def test_inspect_shows_the_record_of_each_split(prepared: Path, capsys: pytest.C
     for split, num_documents in (("train", 270), ("val", 30)):
         num_bytes = (prepared / f"{split}.bin").stat().st_size
         assert f"{split}: {num_bytes // 2:,} tokens, {num_bytes:,} bytes, {num_documents} documents" in lines
+
+
+def test_samples_are_from_the_start_the_middle_and_the_end(tmp_path: Path) -> None:
+    text = "".join(f"{number:04d}" for number in range(1, 300))
+    for name in ("train.bin", "val.bin"):
+        np.frombuffer(text.encode(), np.uint8).astype("<u2").tofile(tmp_path / name)
+    samples = inspect(tmp_path, tokenizer="bytes", window_tokens=4).samples
+    assert samples["train"] == samples["val"] == {"first": "0001", "middle": "0150", "last": "0299"}
 
 
 def test_a_sample_is_never_longer_than_the_text(prepared: Path) -> None:

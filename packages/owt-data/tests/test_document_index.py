@@ -21,6 +21,7 @@ from owt_data import (
     verify,
 )
 from owt_data._cli import main
+from owt_data._tokens.document_index import write_index
 
 BYTES = PrepareOptions(tokenizer="bytes")
 END = 256
@@ -64,6 +65,8 @@ def texts_of(files):
 @pytest.mark.parametrize("shard_bytes", [64, 1 << 18])
 def test_every_document_is_a_row_of_its_source(split, shard_bytes, rows, tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", shard_bytes)  # shards that end anywhere
+    # Many groups of rows, which are read one by one.
+    monkeypatch.setattr("owt_data._tokens.document_index._GROUP_DOCUMENTS", 7 if shard_bytes == 64 else 1 << 16)
     if split == "start" and shard_bytes > 64:
         pytest.skip("the text is shorter than the least block of validation")
     fraction = None if split == "start" else 0.3
@@ -218,6 +221,16 @@ def test_the_index_of_a_replaced_file_is_not_used(tmp_path):
     assert [int(one.ranges(np.array([0]))[1][0]) for one in (first, second)] == [5, 50]
 
 
+def test_no_index_is_written_for_a_file_that_has_changed_since_it_was_opened(tmp_path):
+    data = open_tokens(bare_file(tmp_path, [5, 95]), tokenizer="bytes")
+    bare_file(tmp_path, [50, 50])
+    open_documents(data)
+    bare_file(tmp_path, [5, 95])
+    restored = open_documents(open_tokens(tmp_path / "bare.bin", tokenizer="bytes"))
+    assert int(restored.ranges(np.array([0]))[1][0]) == 5
+    assert (tmp_path / "bare.docs").exists()
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "bits", "folder"])
 def test_a_damaged_index_is_made_again_or_named(damage, tmp_path):
     path = bare_file(tmp_path, [1 + number**2 % 97 for number in range(5000)])
@@ -304,6 +317,9 @@ def test_files_of_a_list_and_of_a_mixture_have_ids_one_after_the_other(tmp_path)
         check_ranges(documents)
         assert len(documents) == 90
         described = documents.describe(np.array([0, 44, 45, 89]))
+        mixed = np.array([89, 0, 45, 44, 0])  # ids and positions need no order
+        assert documents.describe(mixed) == [described[place] for place in (3, 0, 2, 1, 0)]
+        assert documents.find(documents.ranges(mixed)[0]).tolist() == mixed.tolist()
         assert [Path(one.token_file).parent.name for one in described] == ["a", "a", "b", "b"]
         assert all(decode(documents.read(one.id)) == f"{Path(str(one.file)).stem}{one.row}" for one in described)
 
@@ -323,7 +339,18 @@ def test_unfinished_tokens_have_the_documents_of_the_finished_ones(documents, tm
     num_tokens = len(growing.tokens)
     check_ranges(growing)
     places = growing.describe(np.arange(len(growing)))
+    early_val = open_documents(data, "val")
+    check_ranges(early_val)
+    val_places = [(one.file, one.row) for one in early_val.describe(np.arange(len(early_val)))]
     prepare(str(source), tmp_path / "out", options)
+    # Tokens that were opened before have the documents of the complete folder, too.
+    for split in ("train", "val"):
+        found, expected = (
+            open_documents(one, split) for one in (data, open_tokens(tmp_path / "out", tokenizer="bytes"))
+        )
+        ids = np.arange(len(expected))
+        assert found.describe(ids) == expected.describe(ids)
+    assert val_places == [(one.file, one.row) for one in expected.describe(ids)]
     finished = open_documents(open_tokens(tmp_path / "out", tokenizer="bytes"))
     assert 0 < num_tokens < len(finished.tokens)
     positions = np.arange(num_tokens)
@@ -332,7 +359,7 @@ def test_unfinished_tokens_have_the_documents_of_the_finished_ones(documents, tm
     assert {one.file for one in places} == {str(source)}
 
 
-@pytest.mark.parametrize("wanted", ["x", "needle", "eedle n", "é", "ß\n"])
+@pytest.mark.parametrize("wanted", ["x", "needle", "eedle n", "nn", "ß\n"])  # places of `nn` overlap
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
 def test_a_text_is_found_wherever_chunks_and_documents_end(wanted, chunk, tmp_path, monkeypatch):
     monkeypatch.setattr("owt_data._tokens.text_search._CHUNK_TOKENS", chunk)
@@ -369,6 +396,11 @@ def test_text_is_found_across_tokens_of_several_bytes(small_bpe, tmp_path, monke
         wanted = text[start : start + 6]
         found = find_text(documents, wanted, tokenizer="gpt2")
         assert [one.num_matches for one in found] == [text.count(wanted)] * len(documents), wanted
+        # The token that has the first byte, of tokens of several bytes.
+        lengths = [len(small_bpe.decode_single_token_bytes(token)) for token in small_bpe.encode_ordinary(text)]
+        place = int(np.searchsorted(np.cumsum(lengths), text.index(wanted), side="right"))
+        starts, _ = documents.ranges(np.arange(len(documents)))
+        assert [one.position for one in found] == (starts + place).tolist(), wanted
 
 
 @pytest.mark.parametrize("text", ["", "a\0b", "\ud800"])
@@ -388,6 +420,25 @@ def test_positions_and_ids_out_of_range_are_rejected(call, message, tmp_path):
     documents = open_documents(open_tokens(bare_file(tmp_path, [3] * 50), tokenizer="bytes"))
     with pytest.raises(DataError, match=message):
         call(documents)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda ends: ends[:-1], "expected a last end {last}, found {before}"),
+        (lambda ends: np.append(ends[:-2], [ends[-1], ends[-1]]), "expected ascending ends"),
+        (lambda ends: np.append(ends[0], ends), "expected ascending ends"),
+        (lambda ends: np.append(0, ends), "expected ascending ends"),
+        (lambda ends: np.concatenate([ends[:6], ends[8:9], ends[7:]]), "expected ascending ends"),  # in the next group
+    ],
+    ids=["missing", "last twice", "first twice", "empty document", "between groups"],
+)
+def test_verify_names_an_index_whose_ends_are_wrong(change, found, prepared, monkeypatch):
+    monkeypatch.setattr("owt_data._tokens.document_index._GROUP_DOCUMENTS", 7)
+    ends = pq.read_table(prepared / "train.docs")["end"].to_numpy().astype(np.int64)
+    sha256 = open_tokens(prepared, tokenizer="bytes").file_digests[f"{prepared}/train.bin"]
+    write_index(prepared / "train.docs", change(ends), None, sha256=sha256)
+    assert verify(prepared) == [f"train.docs: {found.format(last=ends[-1], before=ends[-2])}"]
 
 
 def damage_rows(path):
@@ -415,3 +466,50 @@ def test_verify_names_a_damaged_index(change, found, prepared, capsys):
     assert main(["verify", str(prepared)]) == 1
     (prepared / "train.docs").unlink()
     assert verify(prepared) == []
+
+
+def test_unfinished_tokens_of_two_sources_have_documents_of_each(tmp_path, monkeypatch):
+    monkeypatch.setattr("owt_data._prepare.planning.MIN_SHARD_BYTES", 64)
+    names = [f"{split}={tmp_path}/{split}.jsonl" for split in ("train", "val")]
+    for split in ("train", "val"):
+        lines = [json.dumps({"text": f"{split} row {number} " * (number % 9)}) for number in range(300)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    with prepare_in_background(names, tmp_path / "out", BYTES, num_processes=1):
+        pass
+    data = open_tokens(tmp_path / "out", tokenizer="bytes")
+    for split in ("train", "val"):
+        documents = open_documents(data, split)
+        check_ranges(documents)
+        assert len(documents) == 300 if split == "val" else 9 < len(documents) < 300
+        for document in documents.describe(np.arange(len(documents))):
+            assert document.row == document.id
+            assert decode(documents.read(document.id)) == f"{split} row {document.row} " * (document.id % 9)
+
+
+def test_no_document_and_no_match_goes_beyond_the_end_of_a_file(tmp_path):
+    """The last document of a file may have no end of text."""
+    for name, text in (("a", "one|a nee"), ("b", "dle two|needle"), ("c", "|needle")):
+        tokens = [END if byte == ord("|") else byte for byte in text.encode()]
+        np.array(tokens, "<u2").tofile(tmp_path / f"{name}.bin")
+    names = [f"train={tmp_path}/a.bin", f"train={tmp_path}/b.bin", f"val={tmp_path}/c.bin"]
+    data = open_tokens(names, tokenizer="bytes")
+    documents = open_documents(data)
+    check_ranges(documents)
+    assert [decode(documents.read(number)) for number in range(len(documents))] == ["one", "a nee", "dle two", "needle"]
+    places = [(Path(one.token_file).name, one.number) for one in documents.describe(np.arange(4))]
+    assert places == [("a.bin", 0), ("a.bin", 1), ("b.bin", 0), ("b.bin", 1)]
+    assert [(one.document, one.position) for one in find_text(documents, "needle", tokenizer="bytes")] == [(3, 17)]
+    val = find_text(open_documents(data, "val"), "needle", tokenizer="bytes")
+    assert [(one.document, one.num_matches, one.position) for one in val] == [(1, 1, 1)]
+
+
+def test_a_split_without_tokens_has_no_documents(tmp_path):
+    (tmp_path / "empty.bin").touch()
+    data = open_tokens([f"train={bare_file(tmp_path, [3] * 5)}", f"val={tmp_path}/empty.bin"], tokenizer="bytes")
+    documents = open_documents(data, "val")
+    assert (len(documents), documents.parts(), find_text(documents, "a", tokenizer="bytes")) == (0, [], [])
+    none = np.empty(0, np.int64)
+    assert (documents.find(none).tolist(), documents.describe(none)) == ([], [])
+    for call in (documents.find, documents.ranges, documents.describe):
+        with pytest.raises(DataError, match="The tokens must have at least one document, got none for"):
+            call(np.array([0]))

@@ -297,6 +297,9 @@ def test_hub_names_have_a_configuration_and_a_split():
 def test_the_digest_is_of_contents_and_kind(tmp_path):
     a, b = write_rows(tmp_path / "a.jsonl", ["a"]), write_rows(tmp_path / "b.jsonl", ["a"])
     assert find_source(str(a)).digest() == find_source(str(b)).digest()
+    as_text = b.with_suffix(".txt")
+    as_text.write_bytes(a.read_bytes())
+    assert find_source(str(a)).digest() != find_source(str(as_text)).digest()
     write_rows(b, ["c"])
     assert find_source(str(a)).digest() != find_source(str(b)).digest()
     both = find_source([str(a), str(b)]).digest()

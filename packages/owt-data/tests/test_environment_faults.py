@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiktoken
 
-from owt_data import DataError, PrepareOptions, prepare, verify
+from owt_data import DataError, PrepareOptions, prepare, tokenizer_files, verify
 from owt_data._cli import main
 from owt_data._complete_files import sync_folder
 
@@ -280,9 +281,15 @@ def test_a_manifest_damaged_by_a_power_cut_is_reported_in_one_sentence(
         assert err.count("\n") == 1
 
 
-def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize("tokenizer", ["bytes", "a file"])
+def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(tokenizer, corpus, tmp_path, monkeypatch):
+    options, of_tokenizer = replace(OPTIONS, limit_rows=200), []
+    if tokenizer == "a file":
+        path, of_tokenizer = tmp_path / "mine.json", ["tokenizer.json"]
+        path.write_text(tokenizer_files("bytes", max_tokens=8)["tokenizer.json"])
+        options = replace(options, tokenizer=str(path))
     synced, renamed = [], []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.replace
 
     def identify(found):
         return found.st_ino, found.st_size if stat.S_ISREG(found.st_mode) else None
@@ -294,16 +301,25 @@ def test_token_files_and_the_plan_are_on_disk_before_they_have_their_names(corpu
     def note_replace(source, target):
         inside = Path(source).iterdir() if Path(source).is_dir() else []
         needed = {identify(path.stat()) for path in (Path(source), *inside)}
-        replace(source, target)
+        rename(source, target)
         if Path(target).parent.name == "digests":  # the cache of digests may be lost
             return
         renamed.append((Path(target).name, needed <= set(synced), identify(Path(target).parent.stat()), len(synced)))
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
-    prepare(str(corpus), tmp_path / "out", OPTIONS, num_processes=1)
+    prepare(str(corpus), tmp_path / "out", options, num_processes=1)
     durable = [entry for entry in renamed if not entry[0].endswith(".bin")]  # shards have checksums instead
-    assert [name for name, *_ in durable] == ["plan.json", "train.docs", "val.docs", "manifest.json", "out"]
+    if of_tokenizer:
+        assert durable.pop(0)[0] == "tokenizer.json"  # each start copies it again into the working folder
+    assert [name for name, *_ in durable] == [
+        "plan.json",
+        "train.docs",
+        "val.docs",
+        *of_tokenizer,
+        "manifest.json",
+        "out",
+    ]
     for name, contents_are_on_disk, folder, num_before in durable:
         assert contents_are_on_disk, name
         assert synced[num_before] == folder, name

@@ -157,6 +157,30 @@ def test_ids_above_16_bits_are_read_and_those_outside_the_vocabulary_rejected(tm
         open_tokens(str(tmp_path / "x.bin"), tokenizer="o200k_base")
 
 
+def test_few_bytes_are_tokens_of_16_bits_unless_the_vocabulary_is_larger(tmp_path):
+    """Every second value may be 0 by chance. 128 bytes tell."""
+    path = str(tmp_path / "x.bin")
+    for num_tokens, tokenizer, read in ((62, "gpt2", 62), (64, "gpt2", 32), (62, "o200k_base", 31)):
+        np.resize(np.array([7, 0], "<u2"), num_tokens).tofile(path)
+        data = open_tokens(path, tokenizer=tokenizer)
+        assert len(data.train) + len(data.val) == read
+        assert whole(data.train)[:3].tolist() == ([7, 0, 7] if read == 62 else [7, 7, 7])
+
+
+@pytest.mark.parametrize("version", [1, 7])
+def test_files_by_split_have_the_vocabulary_of_the_tokenizer(version, tmp_path):
+    for split, tokens in (("train", TRAIN), ("val", VAL)):
+        write_shard(tmp_path / f"x_{split}_000000.bin", tokens, magic=20240801, version=version, dtype="<u4")
+    named = [f"{split}={tmp_path}/x_{split}_000000.bin" for split in ("train", "val")]
+    raw_32_bits(tmp_path)
+    (tmp_path / "raw").mkdir()
+    raw = raw_32_bits(tmp_path / "raw")
+    for names in (named, raw, [raw, raw], {raw: 1.0, f"{tmp_path}/train.bin": 2.0}):
+        data = open_tokens(names, tokenizer="cl100k_base")
+        assert (data.vocab_size, data.end_of_text) == VOCABULARIES["cl100k_base"]
+        assert int(data.train.windows(np.arange(9), seq_len=16, order="shuffle", seed=0).max()) > 0
+
+
 def damaged_header(folder: Path) -> None:
     write_shard(folder / "x_train_000001.bin", TRAIN, version=2)
 

@@ -1,5 +1,6 @@
 """Tokens of an unfinished folder: the shards that exist, the wishes of readers, and the end of the preparation."""
 
+import os
 import pickle
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from owt_data import (
     find_source,
     open_tokens,
     prepare_in_background,
+    read_manifest,
 )
 from owt_data._prepare.local_encoder import local_encoder
 from owt_data._prepare.shards import tokenize
@@ -76,14 +78,20 @@ def test_a_damaged_wish_of_a_reader_is_that_of_the_first(text: str, num_wanted: 
 
 @pytest.mark.parametrize("is_one_source", [False, True])
 def test_validation_is_the_first_shard_or_a_source_of_its_own(
-    is_one_source: bool, unfinished: Callable[[str, int], Path], tmp_path: Path
+    is_one_source: bool, unfinished: Callable[[str, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._PATIENCE_S", 0.5)  # for a reader that waits
     unfinished("all", 4)
     unfinished("train", 5)
     unfinished("val", 3)
     val = GrowingTokens(tmp_path / "out", "val", is_one_source=is_one_source)
     assert (len(val), val.num_windows(7), val.is_complete) == ((10, 1, False) if is_one_source else (30, 4, False))
     np.testing.assert_array_equal(window(val, 0), TEXT[:8])
+    # All validation tokens exist: what follows the last window is the second epoch, and nobody waits.
+    indices, again = np.arange(6), [0, 0, 0, 0, 0, 0] if is_one_source else [0, 7, 14, 21, 0, 7]
+    new = GrowingTokens(tmp_path / "out", "val", is_one_source=is_one_source)
+    assert new.starts(indices, seq_len=7, order=ORDER, seed=0).tolist() == again
+    assert val.windows(indices, seq_len=7, order=ORDER, seed=0)[:, 0].tolist() == TEXT[again].tolist()
     assert not (tmp_path / ".out.partial/wanted").exists()
 
 
@@ -247,6 +255,68 @@ def test_a_reader_waits_for_a_slow_preparation(articles: Path, tmp_path: Path, m
         windows = data.train.windows(last, seq_len=64, order=ORDER, seed=0)
     assert answers
     assert windows.shape == (1, 64 + 1)
+
+
+class Clock:
+    """A clock of this machine. Each sleep passes at once, and calls a function before."""
+
+    def __init__(self, at_sleep: Callable[[float], None]) -> None:
+        self.now_s, self.at_sleep = 1000.0, at_sleep
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.at_sleep(self.now_s - 1000.0)
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_tokens_are_not_empty_while_their_folder_becomes_complete(
+    split: Literal["train", "val"], prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder gets its name after a reader has looked for it, and before the reader looks for the journal."""
+    answers = iter([None])
+    monkeypatch.setattr(
+        "owt_data._tokens.growing_tokens.read_manifest", lambda folder: next(answers, read_manifest(folder))
+    )
+    tokens = GrowingTokens(prepared, split, is_one_source=True)
+    complete = getattr(open_tokens(str(prepared), tokenizer="bytes"), split)
+    np.testing.assert_array_equal(window(tokens, 0), complete.read(0, 8))
+    assert len(tokens) == len(complete)
+
+
+def test_a_file_that_a_complete_folder_lacks_is_named_at_once(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("owt_data._tokens.growing_tokens.time", Clock(lambda _: pytest.fail("waits")))
+    tokens = GrowingTokens(prepared, "train", is_one_source=True)
+    assert len(tokens)
+    (prepared / "train.bin").unlink()
+    with pytest.raises(DataError, match=r"train\.bin must be readable, got No such file or directory"):
+        window(tokens, 0)
+
+
+@pytest.mark.parametrize("storage_s", [0, 1 << 33], ids=["in 1970", "in 2242"])
+def test_signs_of_life_are_compared_with_one_another_and_not_with_the_clock(
+    storage_s: int, unfinished: Callable[[str, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times of files are those of the storage, whose clock may be wrong."""
+    monkeypatch.setattr("owt_data._tokens.growing_tokens._POLL_S", 1.0)
+    running = unfinished("train", 5).parent / "running"
+    note_start(tmp_path / "out")
+
+    def live_for_200_s(waited_s: float) -> None:
+        os.utime(running, (storage_s + min(waited_s, 200) // 10, storage_s + min(waited_s, 200) // 10))
+
+    clock = Clock(live_for_200_s)
+    monkeypatch.setattr("owt_data._tokens.growing_tokens.time", clock)
+    tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=False)
+    with pytest.raises(DataError, match="has ended before its last tokens"):
+        window(tokens, 9)
+    assert 1000 + 200 + 90 <= clock.now_s <= 1000 + 200 + 90 + 2
+    clock = Clock(lambda waited_s: unfinished("train", 12) if waited_s == 300 else live_for_200_s(waited_s / 2))
+    monkeypatch.setattr("owt_data._tokens.growing_tokens.time", clock)
+    np.testing.assert_array_equal(window(tokens, 9), TEXT[63:71])
+    assert clock.now_s == 1000 + 300 + 1
 
 
 def test_positions_of_windows_are_known_before_the_folder_is_complete(unfinished, tmp_path):

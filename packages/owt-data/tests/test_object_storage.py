@@ -16,8 +16,10 @@ from owt_data import (
     DataError,
     PrepareOptions,
     TokenData,
+    TokenMixture,
     TokenSequence,
     TokenSpan,
+    check_digests,
     find_source,
     find_text,
     inspect,
@@ -29,9 +31,11 @@ from owt_data import (
     read_steps,
     step_windows,
     verify,
+    verify_in_background,
 )
 from owt_data._cli import main
 from owt_data._paths import connect
+from owt_data._tokens.layout import Layout
 
 
 def sequence(data: TokenData, split: str = "train") -> TokenSequence:
@@ -96,6 +100,11 @@ def test_documents_on_the_server_are_those_from_disk(both):
 def test_a_folder_on_the_server_is_verified_and_inspected(both, capsys):
     local, remote = both
     assert read_manifest(remote) == read_manifest(local)
+    data = open_tokens(remote, tokenizer="bytes")
+    assert (data.digests, data.source_fingerprint) == ({}, open_tokens(local, tokenizer="bytes").source_fingerprint)
+    check_digests(data)  # reads files on disk alone
+    with verify_in_background(data) as verification:
+        assert verification.is_done
     assert inspect(remote).samples == inspect(local).samples
     assert verify(remote) == []
     assert main(["verify", remote]) == 0
@@ -195,19 +204,25 @@ def test_ranges_of_any_size_give_the_same_windows(
     assert joined.read_windows(starts[:0], 12).shape == (0, 13)
 
 
+@pytest.mark.parametrize("kind", ["sequence", "mixture"])
 def test_the_steps_that_are_read_ahead_share_requests(
-    joined: TokenSequence, s3_requests: list[tuple[str, str]]
+    kind: str, joined: TokenSequence, s3_requests: list[tuple[str, str]]
 ) -> None:
-    batches = Batches(seq_len=8, global_batch_size=4, order="sequential")
+    batches = Batches(seq_len=8, global_batch_size=4, order="sequential-first")
+    tokens = joined if kind == "sequence" else TokenMixture((joined,), (1.0,))
     found: list[np.ndarray] = []
 
     def read() -> None:
-        for step, windows in read_steps(joined, batches, start_step=2, stop_step=11, prefetch_steps=4):
+        for step, windows in read_steps(tokens, batches, start_step=2, stop_step=11, prefetch_steps=4):
             assert step == 2 + len(found)
             found.append(windows)
 
-    assert sent(s3_requests, read)["GET"] == 3  # one step, four, and four
-    expected = joined.windows(np.arange(8, 44), seq_len=8, order="sequential", seed=0)
+    num_requests = sent(s3_requests, read)["GET"]
+    if kind == "sequence":
+        assert num_requests == 3  # one step, four, and four
+    else:
+        assert num_requests <= 3 * 3  # its windows are in all three files
+    expected = tokens.windows(np.arange(8, 44), seq_len=8, order="sequential-first", seed=2357)
     np.testing.assert_array_equal(np.concatenate(found), expected)
 
 
@@ -240,6 +255,18 @@ def test_an_open_file_that_is_replaced_by_a_shorter_one_is_named(
             message = rf"tokens\.bin has been cut short: it had at least 2000 bytes, and has {num_bytes}\."
             with pytest.raises(DataError, match=message):
                 tokens.read_windows(np.array([start]), 8)
+
+
+@pytest.mark.parametrize("last", [7, 0xFF00, 0xFF_FFFF, 0x7FFF_FFFF])
+def test_an_open_file_of_32_bits_that_is_replaced_by_a_shorter_one_is_named(last: int, put: Callable[..., str]) -> None:
+    tokens = np.full(100, last, dtype="<u4")
+    uri = put(tokens)
+    sequence = TokenSequence((TokenSpan(path=uri, start=0, stop=100, layout=Layout("<u4")),))
+    np.testing.assert_array_equal(sequence.read_windows(np.array([0, 91]), 8), np.full((2, 9), last))
+    for num_bytes in (399, 398, 397, 396, 300):
+        put(tokens.view(np.uint8)[:num_bytes])
+        with pytest.raises(DataError, match=rf"it had at least 400 bytes, and has {num_bytes}\."):
+            sequence.read_windows(np.array([91]), 8)
 
 
 def test_an_open_file_that_is_deleted_is_named(put: Callable[..., str]) -> None:
@@ -300,6 +327,7 @@ def test_a_name_with_options_leads_to_the_same_files(both, s3, monkeypatch):
         opened, expected = (open_tokens(name, tokenizer="bytes") for name in (named, f"{local}{file}"))
         np.testing.assert_array_equal(sequence(opened).read(), sequence(expected).read())
         assert opened.fingerprint == expected.fingerprint
+        assert open_documents(opened).describe(np.array([3]))[0].row is not None  # by the index of these options
 
 
 @pytest.mark.parametrize("options", ["", "?scheme=http&endpoint_override=127.0.0.1:9"])

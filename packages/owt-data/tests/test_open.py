@@ -116,6 +116,7 @@ def test_is_prepared_recognizes_token_files(prepared, tmp_path):
     assert not is_prepared(str(tmp_path))
     assert not is_prepared("x.txt")
     assert not is_prepared("builtin")
+    assert is_prepared("s3://bucket/folder")
     (prepared / "train.bin").unlink()  # what is left is damaged, and no text
     assert is_prepared(prepared)
 
@@ -169,7 +170,7 @@ def test_a_manifest_of_another_dtype_or_without_a_file_is_rejected(prepared):
 
 def test_files_that_match_a_pattern_are_one_sequence(prepared, tmp_path):
     whole = np.fromfile(prepared / "train.bin", "<u2")
-    for number, piece in enumerate(np.array_split(whole, 3)):
+    for number, piece in reversed([*enumerate(np.array_split(whole, 9))]):  # a folder has its files in any order
         piece.tofile(tmp_path / f"shard-{number}.bin")
     data = open_tokens(str(tmp_path / "shard-*.bin"), tokenizer="bytes")
     one = open_tokens(str(prepared / "train.bin"), tokenizer="bytes")
@@ -178,6 +179,9 @@ def test_files_that_match_a_pattern_are_one_sequence(prepared, tmp_path):
     assert open_tokens(data.names, tokenizer="bytes") == data
     with pytest.raises(DataError, match=r"other-\*.bin must be a token file, got a name that does not exist"):
         open_tokens(str(tmp_path / "other-*.bin"), tokenizer="bytes")
+    (tmp_path / "shard-0.bin").rename(tmp_path / "shard-[12].bin")  # a name that exists is no pattern
+    exact = open_tokens(str(tmp_path / "shard-[12].bin"), tokenizer="bytes")
+    assert len(exact.train) + len(exact.val) == -(-len(whole) // 9)
 
 
 def test_folders_are_read_one_after_the_other(prepared, tmp_path):

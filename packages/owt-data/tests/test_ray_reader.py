@@ -25,6 +25,7 @@ from owt_data import (
     step_windows,
     token_windows,
 )
+from owt_data._stream.ray_reader import _num_blocks
 
 SEQ_LEN, BATCH, STEPS = 16, 8, 700
 WITHOUT_CPUS = """
@@ -112,10 +113,62 @@ def test_streams_have_one_seed_unless_they_are_given_another(tokens: TokenSequen
 @pytest.mark.parametrize(("start", "first_steps"), [(2, 3), (0, 1), (5, 200)])
 def test_tasks_take_over_from_the_thread_at_any_step(tokens, start, first_steps):
     batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH, rank=1, world_size=2, seed=3)
-    found = [*read_steps_by_tasks(tokens, batches, start_step=start, stop_step=9, first_steps=first_steps)]
+    with mock.patch("owt_data._stream.ray_reader.step_windows", side_effect=step_windows) as made:
+        steps = read_steps_by_tasks(tokens, batches, start_step=start, stop_step=9, first_steps=first_steps)
+        found = [next(steps)]
+        assert made.call_count == 0  # the first step does not wait for them
+        found += steps
+        assert [call.kwargs["start_step"] for call in made.call_args_list] == [
+            *range(start + first_steps, 9)[:1],
+        ]
     assert [step for step, _ in found] == [*range(start, 9)]
     windows = np.stack([windows for _, windows in found])
     np.testing.assert_array_equal(windows, expected(tokens, "shuffle", start, 9)[:, BATCH // 2 :])
+
+
+@pytest.mark.parametrize("damaged", [2, 3, 7])
+def test_an_error_of_the_thread_or_of_a_task_is_raised_at_its_step(damaged, tokens):
+    """The thread reads the first three steps, and nobody waits for a batch that never comes."""
+    (span,) = tokens.spans
+    values = np.fromfile(span.path, "<u2")
+    values[damaged * BATCH * SEQ_LEN + 5] = 60_000
+    values.tofile(span.path)
+    limited = TokenSequence(tokens.spans, vocab_size=5000)
+    batches = Batches(seq_len=SEQ_LEN, global_batch_size=BATCH, order="sequential")
+    taken = []
+    with (
+        mock.patch("owt_data._stream.ray_reader._BLOCK_BYTES", 1),  # each step is a task of its own
+        mock.patch("owt_data._stream.ray_reader._STEPS_PER_FETCH", 1),
+    ):
+        steps = read_steps_by_tasks(limited, batches, start_step=0, stop_step=9, first_steps=3)
+        with pytest.raises(DataError, match=r"must be below 5000, .*, got 60000 at token"):
+            taken.extend(step for step, _ in steps)
+    assert taken == [*range(len(taken))]
+    assert len(taken) <= damaged
+
+
+def test_as_many_steps_are_fetched_ahead_as_asked(tokens):
+    dataset = steps_of(tokens, start_step=0, stop_step=40)
+    with mock.patch.object(dataset, "iter_batches", side_effect=dataset.iter_batches) as read:
+        for prefetch_steps, num_batches in ((0, 0), (16, 1), (17, 2)):
+            assert next(iter_steps(dataset, prefetch_steps=prefetch_steps))[0] == 0
+            assert read.call_args.kwargs["prefetch_batches"] == num_batches
+    assert next(iter_steps(dataset.iterator()))[0] == 0  # as Ray Train gives it to a worker
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "row_bytes", "num_blocks"),
+    [
+        (1, 8, 1),
+        (1 << 20, 8, 1),
+        ((1 << 20) + 1, 8, 2),
+        (5, 100 << 20, 5),  # a row that is larger than a block
+        (1 << 31, 8, 1000),  # blocks of more than 8 MiB
+        (1 << 40, 8, 1 << 17),  # and of at most 64 MiB
+    ],
+)
+def test_a_block_has_8_mib_unless_there_would_be_more_than_a_thousand(num_rows, row_bytes, num_blocks):
+    assert abs(_num_blocks(num_rows, row_bytes) - num_blocks) <= (1 if num_blocks == 1000 else 0)
 
 
 def test_a_reader_ends_while_no_cpu_is_left_for_its_tasks(tmp_path):

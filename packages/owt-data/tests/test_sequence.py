@@ -12,6 +12,7 @@ import pytest
 
 from owt_data import DataError, TokenMixture, TokenSequence, TokenSpan
 from owt_data._tokens.layout import Layout
+from owt_data._tokens.sequence import SequenceReader
 
 WINDOWS = {"seq_len": 8, "order": "shuffle", "seed": 5}
 
@@ -260,3 +261,26 @@ def test_a_pipe_in_place_of_a_token_file_is_rejected(tokens):
 def test_weights_of_any_size_are_compared(files):
     with pytest.raises(DataError, match="The weights must be 2 finite numbers"):
         TokenMixture((files[0], files[1]), (10**400, 1.0))
+
+
+def test_a_reader_keeps_no_more_files_open_than_its_limit(files):
+    """A preparation copies from thousands of shards."""
+    joined, read = sequence(files), np.empty(5000, np.uint16)
+    before = len(list(Path("/dev/fd").iterdir()))
+    reader = SequenceReader(joined, max_open_files=2)
+    reader.copy(0, read)
+    assert len(list(Path("/dev/fd").iterdir())) <= before + 2
+    np.testing.assert_array_equal(read, np.arange(5000))
+
+
+def test_an_index_whose_round_does_not_fit_into_64_bits_is_rejected(files):
+    """The rounds of a stage are counted from its beginning."""
+    sequences, last = (sequence(files[:3]), files[3]), np.array([2**63 - 1])
+    assert TokenMixture(sequences, (1.0, 1.0)).windows(last, **WINDOWS).shape == (1, 9)
+    stages = ((70_001, (1.0, 2.0)), (80_001, (2.0, 1.0)))
+    mixture = TokenMixture(sequences, (1.0, 1.0), stages)
+    assert mixture.windows(last - 2 * 65_536, **WINDOWS).shape == (1, 9)
+    with pytest.raises(
+        DataError, match=f"The largest index must be an integer from 0 to {2**63 - 1 - 2 * 65_536}, got"
+    ):
+        mixture.windows(last - 2 * 65_536 + 1, **WINDOWS)

@@ -146,15 +146,39 @@ def test_few_documents_are_split_by_position(lengths, options, split, share, tmp
     assert verify(tmp_path / "out") == []
 
 
-def test_the_command_says_the_sizes_of_both_splits(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "split", "train", "val"),
+    [
+        ([], "position", "9,000 tokens (90 %)", "1,000 tokens (10 %)"),
+        (["--val-fraction", "0.0425"], "position", "9,575 tokens (95.8 %)", "425 tokens (4.25 %)"),
+        (["--val-fraction", "0.0002"], "position", "9,998 tokens (100 %)", "2 tokens (0.02 %)"),
+    ],
+)
+def test_the_command_says_the_sizes_of_both_splits(options, split, train, val, tmp_path, capsys):
     (tmp_path / "book.txt").write_text("a" * 9_999)
-    assert main(["prepare", str(tmp_path / "book.txt"), str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
+    command = ["prepare", str(tmp_path / "book.txt"), str(tmp_path / "out"), "--tokenizer", "bytes", *options]
+    assert main([*command, "--num-processes", "1"]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "the text was split by position",
-        f"{tmp_path}/out/train.bin: 9,000 tokens (90 %), 1 documents",
-        f"{tmp_path}/out/val.bin: 1,000 tokens (10 %), 1 documents",
+        f"the text was split by {split}",
+        f"{tmp_path}/out/train.bin: {train}, 1 documents",
+        f"{tmp_path}/out/val.bin: {val}, 1 documents",
     ]
+
+
+def test_the_command_says_how_the_text_was_split(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(f'{{"text": "{"a" * 2000}"}}\n' * 200)
+    rows, options = str(tmp_path / "rows.jsonl"), ["--tokenizer", "bytes", "--num-processes", "1"]
+    for number, (command, shown) in enumerate(
+        [
+            ([rows], "documents"),
+            ([rows, "--split", "start"], "position, with validation at its start"),
+            ([f"train={rows}", f"val={rows}"], "its sources"),
+        ]
+    ):
+        names = [name for name in command if "jsonl" in name]
+        assert main(["prepare", *names, str(tmp_path / str(number)), *command[len(names) :], *options]) == 0
+        assert capsys.readouterr().err.splitlines()[0] == f"the text was split by {shown}"
 
 
 def text_of_words(num_bytes: int) -> str:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from owt_data import DataError, every_row, is_wikitext_title, load_tokenizer, stream_text
-from owt_data._stream.text import _pack
+from owt_data._stream.text import _in_order, _pack
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -82,6 +82,22 @@ def test_the_remainder_of_a_batch_of_rows_begins_the_next_block(rows_per_batch):
     tokens = np.arange(5000, dtype=np.uint16)
     pieces = np.split(tokens, [3, 200, 201, 201, 700, 1900, 1950, 4444])
     assert_blocks(np.concatenate(list(_pack(pieces, BLOCK, rows_per_batch))), tokens)
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_no_more_results_are_pending_than_allowed(most):
+    begun, seen = [], []
+
+    def results():
+        for number in range(10):
+            begun.append(number)
+            yield lambda number=number: np.array([number])
+
+    for result in _in_order(results(), most):
+        assert len(begun) - len(seen) <= most
+        assert len(begun) >= min(10, len(seen) + most)  # else fewer threads than there are would work
+        seen += result.tolist()
+    assert seen == [*range(10)]
 
 
 def test_blocks_of_a_long_text_are_the_tokens_of_a_plain_loop(tmp_path, monkeypatch):

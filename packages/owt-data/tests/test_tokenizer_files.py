@@ -10,6 +10,7 @@ import pytest
 import tiktoken
 import tiktoken.registry
 import tokenizers
+from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from owt_data import (
@@ -18,6 +19,7 @@ from owt_data import (
     TokenSequence,
     end_of_text_id,
     find_text,
+    inspect,
     load_tokenizer,
     named_tokenizer,
     open_documents,
@@ -31,6 +33,7 @@ from owt_data import (
     verify,
     vocab_size,
 )
+from owt_data._cli import main
 from owt_data._tokenizer_names import VOCABULARIES
 
 TEXT = "Straße 日本語\n\n\tdef f(x): 🙂 <|endoftext|> naïve  1234567 \r\n"
@@ -52,6 +55,7 @@ def byte_level(tmp_path_factory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<pad>", "<|endoftext|>"])
     tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=64)
     path = tmp_path_factory.mktemp("byte-level") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
@@ -77,6 +81,28 @@ def test_a_byte_level_file_gives_back_every_text(byte_level):
         assert max(tokens) < 260
         assert (tokenizer.n_vocab, tokenizer.eot_token) == (261, 260) == (vocab_size(name), end_of_text_id(name))
         assert [number for number in range(261) if tokenizer.is_special_token(number)] == [0, 260]
+
+
+def test_added_tokens_have_the_bytes_of_their_text(byte_level, tmp_path):
+    """A piece of the model spells each byte as a character, and an added token does not."""
+    found = json.loads(byte_level.read_text())
+    new = {**found["added_tokens"][0], "id": 263, "content": "<| Ġé |>", "special": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**found, "added_tokens": [*found["added_tokens"], new]}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.n_vocab == 264
+    assert tokenizer.decode_single_token_bytes(263) == "<| Ġé |>".encode()
+    assert tokenizer.decode_single_token_bytes(261) == b""
+    assert [number for number in range(264) if tokenizer.is_special_token(number)] == [0, 260, 261, 262]
+    assert tokenizer.decode([263, 105]) == "<| Ġé |>" + tokenizer.decode([105])
+
+
+def test_a_unigram_model_has_the_ids_of_the_order_of_its_pieces(byte_level, tmp_path):
+    found = json.loads(byte_level.read_text())
+    model = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["</s>", 0.0], ["a", -1.0], ["b", -2.0]]}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**found, "added_tokens": [], "model": model, "truncation": None, "padding": None}))
+    assert (vocab_size(path), end_of_text_id(path)) == (4, 1)
+    assert load_tokenizer(path).encode_ordinary("ab") == [2, 3]
 
 
 def test_a_file_of_sentencepiece_keeps_its_pieces(tmp_path):
@@ -148,6 +174,31 @@ def test_prepared_tokens_keep_their_tokenizer(byte_level, articles, tmp_path):
         open_tokens([str(tmp_path / "moved"), str(tmp_path / "out2")], tokenizer="gpt2")
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_preparation_reads_its_own_copy_of_the_file_with_the_end_of_text_that_was_named(
+    num_processes, byte_level, articles, tmp_path, monkeypatch
+):
+    for name in ("MIN", "MAX"):
+        monkeypatch.setattr(f"owt_data._prepare.planning.{name}_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.prepare.MIN_SHARD_BYTES", 5000)
+    path, seen = tmp_path / "mine.json", []
+    shutil.copy(byte_level, path)
+
+    def replace_the_file(progress):
+        if progress.stage == "tokenizing" and not seen:
+            seen.append(path.write_text("another file"))
+
+    options = PrepareOptions(tokenizer=f"{path}::<pad>", val_fraction=0.1)
+    manifest = prepare(str(articles), tmp_path / "out", options, num_processes=num_processes, progress=replace_the_file)
+    assert seen
+    assert manifest.tokenizer == "tokenizer.json::<pad>"
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == byte_level.read_bytes()
+    assert verify(tmp_path / "out") == []
+    data = open_tokens(tmp_path / "out", tokenizer="bytes")
+    assert (data.end_of_text, data.vocab_size) == (0, 261)
+    assert len(open_documents(data)) == 270 == np.count_nonzero(np.fromfile(tmp_path / "out/train.bin", "<u2") == 0)
+
+
 def test_a_second_preparation_with_the_same_file_elsewhere_is_the_same(byte_level, articles, tmp_path):
     first = prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer=str(byte_level), val_fraction=0.1))
     shutil.copy(byte_level, tmp_path / "copy.json")
@@ -158,7 +209,7 @@ def test_a_second_preparation_with_the_same_file_elsewhere_is_the_same(byte_leve
         prepare(str(articles), tmp_path / "out", again)
 
 
-def test_ids_above_16_bits_are_prepared_and_read(large, tmp_path):
+def test_ids_above_16_bits_are_prepared_and_read(large, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("the cat and the dog of the other. " * 3000)
     options = PrepareOptions(tokenizer=str(large), split="start", documents="wikitext-titles")
     (tmp_path / "text.txt").write_text(" = Title = \n the cat and the dog of the other . \n" * 8000)
@@ -179,6 +230,12 @@ def test_ids_above_16_bits_are_prepared_and_read(large, tmp_path):
     assert (tmp_path / "text.txt").read_text().endswith(text)
     assert 70_002 in data.train.read()
     assert verify(tmp_path / "out") == []
+    assert isinstance(data.val, TokenSequence)
+    assert inspect(tmp_path / "out").num_bytes == {"train": 4 * len(data.train), "val": 4 * len(data.val)}
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "::<|endoftext|>, vocabulary of 70,003\n" in shown
+    assert f"train: {len(data.train):,} tokens, {4 * len(data.train):,} bytes, " in shown
 
 
 @pytest.mark.parametrize(
@@ -239,6 +296,17 @@ def test_the_facts_about_the_encodings_are_those_of_tiktoken(gpt2):
     assert {"gpt2", "r50k_base"} <= {*loaded}
 
 
+def test_the_vocabularies_are_those_that_tiktoken_states(monkeypatch):
+    for name in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):  # their files need a network
+        monkeypatch.setattr(f"tiktoken_ext.openai_public.{name}", lambda *_, **__: {})
+    assert {*VOCABULARIES} - {"bytes"} <= {*ENCODING_CONSTRUCTORS}
+    for name in {*VOCABULARIES} - {"bytes"}:
+        stated = ENCODING_CONSTRUCTORS[name]()
+        special = stated["special_tokens"]
+        size = stated.get("explicit_n_vocab", max(special.values()) + 1)
+        assert (vocab_size(name), end_of_text_id(name)) == (size, special["<|endoftext|>"]), name
+
+
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base"])
 def test_a_larger_encoding_prepares_32_bits_and_decodes_every_id(name, articles, tmp_path, monkeypatch):
     """With the number of ranks and the special tokens of the encoding; its file needs a network."""
@@ -255,6 +323,7 @@ def test_a_larger_encoding_prepares_32_bits_and_decodes_every_id(name, articles,
         tiktoken.registry.ENCODINGS.pop(name, None)
     assert (tokenizer.n_vocab, tokenizer.eot_token) == vocabulary
     data = open_tokens(tmp_path / "out", tokenizer="bytes")
+    assert (data.vocab_size, data.end_of_text) == vocabulary
     assert isinstance(data.train, TokenSequence)
     tokens = data.train.read()
     assert tokens.dtype == np.uint32

@@ -9,6 +9,14 @@ SECOND_EPOCH = [54963, 82443, 56423]
 RANDOM = [40858, 2452, 34559, 12922, 69126, 5734]
 
 
+# By the number of windows: up to 2**31 - 1, the words have 32 bits.
+LARGE = {
+    (1 << 31) - 1: [269661954, 6017160552, 6395106237, 3617323105],
+    1 << 31: [6278730561, 5379671931, 2927738247, 4385698192],
+    (1 << 33) + 7: [24869809656, 12003069621, 22912229031, 7096767085],
+}
+
+
 def starts(indices, order, seed=1, num_tokens=100_004, seq_len=10):
     return window_starts(np.asarray(indices), order=order, seed=seed, num_tokens=num_tokens, seq_len=seq_len)
 
@@ -105,6 +113,12 @@ def test_the_order_is_the_same_everywhere():
     assert starts(np.arange(6), "shuffle", seed=2357).tolist() == SHUFFLE
     assert starts(np.arange(10_000, 10_003), "shuffle", seed=2357).tolist() == SECOND_EPOCH
     assert starts(np.arange(6), "random", seed=2357).tolist() == RANDOM
+
+
+@pytest.mark.parametrize("count", LARGE)
+def test_the_order_of_many_windows_is_the_same_everywhere(count):
+    found = starts([0, 1, count - 1, count], "shuffle", seed=2357, num_tokens=3 * count + 2, seq_len=3)
+    assert found.tolist() == LARGE[count]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from owt_data import (
     Batches,
     DataError,
+    GrowingTokens,
     PrepareOptions,
     TokenMixture,
     TokenSequence,
@@ -158,6 +159,17 @@ def test_windows_that_exist_in_unfinished_tokens_are_found(order, growing):
     assert (ranges.tolist(), indices.tolist()) == ([0, 0], [0, 1])
     with pytest.raises(DataError, match=f"among the first {count}, whose tokens exist, got window {count}"):
         window_positions(growing, np.array([count]), seq_len=64, order=order, seed=1)
+
+
+def test_tokens_that_were_completed_since_have_positions_of_every_epoch(prepared):
+    growing = GrowingTokens(prepared, "train", is_one_source=True)
+    indices, order = np.arange(3 * growing.num_windows(64)), {"seq_len": 64, "order": "sequential-first", "seed": 1}
+    expected = open_tokens(prepared, tokenizer="bytes").train.starts(indices, **order)
+    for tokens in (growing, GrowingTokens(prepared, "train", is_one_source=True)):  # the second one has not looked yet
+        assert window_positions(tokens, indices, **order).tolist() == expected.tolist()
+    new = GrowingTokens(prepared, "train", is_one_source=True)
+    found = find_windows(new, np.array([5]), np.array([6]), stop_index=len(indices), **order)[1]
+    assert found.tolist() == np.flatnonzero((expected <= 5) & (expected >= 5 - 64)).tolist()
 
 
 def test_unfinished_tokens_have_no_order_that_needs_all(growing):

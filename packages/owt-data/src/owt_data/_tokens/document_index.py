@@ -6,6 +6,7 @@ so that the index of a replaced file is not used. It is read by groups of rows.
 """
 
 import functools
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -127,8 +128,8 @@ def ends_of_marks(marks: NDArray[np.int64], num_tokens: int, *, begins: bool, co
 
 def find_marks(
     path: str, layout: Layout, end_of_text: int, advance: Callable[[int], None]
-) -> tuple[NDArray[np.int64], int]:
-    """Return the positions of the end-of-text tokens of a file, `int64[N]`, and the number of its tokens.
+) -> tuple[NDArray[np.int64], int, str]:
+    """Return the positions of the end-of-text tokens of a file, `int64[N]`, and the number and SHA-256 of its tokens.
 
     The file is read once.
 
@@ -141,13 +142,14 @@ def find_marks(
     Raises:
         DataError: the file cannot be read.
     """
-    marks, start = [np.empty(0, np.int64)], 0
+    marks, start, digest = [np.empty(0, np.int64)], 0, hashlib.sha256()
     for block in read_blocks(path, layout.offset):
+        digest.update(block)
         tokens = np.frombuffer(block, dtype=layout.dtype)
         marks.append(np.flatnonzero(tokens == end_of_text) + start)
         start += len(tokens)
         advance(len(tokens))
-    return np.concatenate(marks), start
+    return np.concatenate(marks), start, digest.hexdigest()
 
 
 def index_name(path: str) -> str:
@@ -228,13 +230,11 @@ class DocumentIndex:
         )
         self.sha256 = header.sha256
         """SHA-256 of the token file."""
-        self.num_tokens = header.num_tokens
-        """Number of tokens of the token file."""
         self.documents = FileDocuments(DocumentEnds(bounds, counts, self._load_ends, header.num_tokens), self._places)
         """The documents. Their ends and places raise a `DataError` if the index is damaged."""
 
-    def check(self) -> str | None:
-        """Read the index, and return a sentence about its damage, if any."""
+    def check(self, num_tokens: int) -> str | None:
+        """Read the index of a file of so many tokens, and return a sentence about its damage, if any."""
         try:
             last = 0
             for group in range(self._file.num_row_groups):
@@ -245,7 +245,7 @@ class DocumentIndex:
                 self._read(group, ["file", "row"])
         except DataError as error:
             return str(error)
-        return None if last == self.num_tokens else f"expected a last end {self.num_tokens}, found {last}"
+        return None if last == num_tokens else f"expected a last end {num_tokens}, found {last}"
 
     def _places(self, numbers: NDArray[np.int64]) -> list[Place]:
         groups = np.searchsorted(self._firsts, numbers, side="right") - 1

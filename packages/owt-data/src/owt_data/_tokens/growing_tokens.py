@@ -220,6 +220,8 @@ class GrowingTokens:
         shards = shard_folder(staging_path(self._folder), "all" if self._is_one_source else self._split)
         tokens, place = self._found
         records, place = read_journal_after(shards, place)
+        if not place.num_records and read_manifest(self._folder) is not None:
+            return self._refresh()  # complete since the first look, and the journal was deleted
         numbers = range(place.num_records - len(records), place.num_records)
         if not records and numbers.start:
             return

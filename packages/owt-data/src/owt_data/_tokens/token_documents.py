@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from owt_data._digests import share_counter
-from owt_data._errors import check_choice, check_function, check_type
+from owt_data._errors import DataError, check_choice, check_function, check_type
 from owt_data._paths import TOKEN_NAMES, base_name, is_uri
 from owt_data._tokens.document_index import (
     DocumentEnds,
@@ -112,7 +112,7 @@ class TokenDocuments:
         Raises:
             DataError: a position is out of range, or an index is damaged.
         """
-        positions = as_int64("position", positions, most=max(0, len(self.tokens) - 1))
+        positions = _check("position", positions, len(self.tokens))
         ids = np.empty_like(positions)
         for part, here in self._by_part(positions, [part.position for part in self._parts]):
             numbers = part.documents.ends.find(positions[here] - part.position + part.start)
@@ -172,13 +172,21 @@ class TokenDocuments:
         return [(part.position, part.position + part.num_tokens) for part in self._parts]
 
     def _check_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        return as_int64("document", ids, most=max(0, len(self) - 1))
+        return _check("document", ids, len(self))
 
     def _by_part(self, values: NDArray[np.int64], firsts: list[int]) -> Iterator[tuple[_Part, NDArray[np.bool_]]]:
         """Yield each part that some values lie in, with these values, given the first value of each part."""
         which = np.searchsorted(np.array(firsts), values, side="right") - 1
         for number in sorted(set(which.tolist())):
             yield self._parts[number], which == number
+
+
+def _check(name: str, numbers: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Check and return numbers of tokens or documents, of which there are `count`."""
+    numbers = as_int64(name, numbers, most=max(0, count - 1))
+    if len(numbers) and not count:
+        raise DataError(f"The tokens must have at least one document, got none for {name} {numbers[0]}.")
+    return numbers
 
 
 def open_documents(
@@ -227,7 +235,7 @@ def open_documents(
 def _scan(path: str, layout: Layout, sha256: str, end_of_text: int, advance: Callable[[int], None]) -> FileDocuments:
     """Find the documents of a token file, and write its index if the folder can be written."""
     manifest = _manifest_of(path, sha256)
-    marks, num_tokens = find_marks(path, layout, end_of_text, advance)
+    marks, num_tokens, found_sha256 = find_marks(path, layout, end_of_text, advance)
     ends = ends_of_marks(
         marks,
         num_tokens,
@@ -235,7 +243,7 @@ def _scan(path: str, layout: Layout, sha256: str, end_of_text: int, advance: Cal
         begins=layout.offset > 0 or (manifest is not None and manifest.options["documents"] == "wikitext-titles"),
         continues=manifest is not None and CONTINUING.get(manifest.split) == base_name(path),
     )
-    if not is_uri(path):
+    if not is_uri(path) and found_sha256 == sha256:  # else the file has changed since it was opened
         try:
             write_index(Path(index_name(path)), ends, None, sha256=sha256)
         except OSError as error:

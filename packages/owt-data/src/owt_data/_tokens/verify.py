@@ -110,5 +110,8 @@ def _differences_of_index(path: str, expected: FileRecord) -> list[str]:
     if look_up(name).type is FileType.NotFound:
         return []
     index = open_index(path, expected.sha256)
-    found = "expected an index of the token file, found another or a damaged file" if index is None else index.check()
+    if index is None:
+        found = "expected an index of the token file, found another or a damaged file"
+    else:
+        found = index.check(expected.num_tokens)
     return [] if found is None else [f"{base_name(name)}: {found}"]

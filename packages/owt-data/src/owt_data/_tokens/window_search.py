@@ -44,8 +44,10 @@ def window_positions(
         DataError: an argument is out of its range, or a window of tokens that are being prepared does not exist yet.
     """
     indices = as_int64("index", indices)
-    if isinstance(tokens, GrowingTokens) and not tokens.is_complete:
-        _check_exists(tokens, int(indices.max(initial=0)), seq_len=seq_len, order=order)  # `starts` would wait
+    if isinstance(tokens, GrowingTokens):
+        count = tokens.num_windows(seq_len)  # looks whether the folder has become complete
+        if not tokens.is_complete:
+            _check_exists(count, int(indices.max(initial=0)), order)  # `starts` would wait
     return tokens.starts(indices, seq_len=seq_len, order=order, seed=seed)
 
 
@@ -180,8 +182,13 @@ def _expand(low: NDArray[np.int64], high: NDArray[np.int64]) -> _Found:
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + low[rows]
 
 
-def _check_exists(tokens: GrowingTokens, last: int, *, seq_len: int, order: OrderKind) -> None:
+def _check_exists(count: int, last: int, order: OrderKind) -> None:
     """Check that windows of tokens that are being prepared exist.
+
+    Args:
+        count: number of windows that exist.
+        last: largest index of the windows.
+        order: their order.
 
     Raises:
         DataError: a window does not exist yet, or the order needs all tokens.
@@ -191,7 +198,6 @@ def _check_exists(tokens: GrowingTokens, last: int, *, seq_len: int, order: Orde
             f"The order of tokens that are being prepared must be {' or '.join(STREAM_ORDERS)}, got {order}. Prepare "
             "the tokens first."
         )
-    count = tokens.num_windows(seq_len)
     if last >= count:
         raise DataError(
             f"The windows must be among the first {count}, whose tokens exist, got window {last} of tokens that are "
