@@ -23,6 +23,7 @@ from owt_data import (
     progress_bar,
     read_manifest,
     share_bar,
+    train_tokenizer,
 )
 from owt_data._cli import main
 
@@ -271,6 +272,30 @@ def test_options_may_stand_anywhere_and_values_may_begin_with_a_minus_sign(artic
     manifest = read_manifest(out)
     assert manifest is not None
     assert manifest.options == PrepareOptions(tokenizer="bytes", split_seed=7, row_end="--x \n", limit_rows=40).record()
+
+
+def test_the_options_reach_the_preparation_and_the_training(tmp_path, monkeypatch):
+    rows = [json.dumps({"body": f"row {number} of the text"}) for number in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    given = []
+
+    def note(function):
+        return lambda *names, **options: given.append(options) or function(*names, **options)
+
+    monkeypatch.setattr("owt_data._prepare.prepare.prepare", note(prepare))
+    monkeypatch.setattr("owt_data._prepare.train_tokenizer.train_tokenizer", note(train_tokenizer))
+    shared = ["--text-column", "body", "--limit-rows", "50", "--num-processes", "3"]
+    assert main(["tokenizer", str(tmp_path / "rows.jsonl"), str(tmp_path / "new.json"), "--vocab", "270", *shared]) == 0
+    options = [*shared, "--tokenizer", str(tmp_path / "new.json"), "--split", "position", "--val-fraction", "0.2"]
+    assert main(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), *options]) == 0
+    training, preparation = ({name: value for name, value in one.items() if name != "progress"} for one in given)
+    assert training == {"vocab_size": 270, "text_column": "body", "limit_rows": 50, "num_processes": 3}
+    assert preparation == {"num_processes": 3, "use_ray": False}
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert sum(record.num_documents for record in manifest.files.values()) == 50 + 1  # the split cuts one
+    assert (manifest.options["split"], manifest.options["val_fraction"]) == ("position", 0.2)
+    assert manifest.vocab_size == 270
 
 
 def test_a_library_that_does_not_load_is_one_sentence(tmp_path, monkeypatch, capsys):

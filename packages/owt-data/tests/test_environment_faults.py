@@ -1,6 +1,7 @@
 """Faults of a preparation's environment, with valid documents. Finished shards must stay."""
 
 import errno
+import functools
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import tiktoken
 
 from owt_data import DataError, PrepareOptions, prepare, tokenizer_files, verify
 from owt_data._cli import main
-from owt_data._complete_files import sync_folder
+from owt_data._complete_files import sync_folder, write_file
 
 OPTIONS = PrepareOptions(tokenizer="bytes", val_fraction=0.1)
 Record = Callable[[str, object], None]
@@ -392,6 +394,22 @@ def test_a_file_system_that_cannot_sync_folders_does_not_stop_a_write(record_pro
     with pytest.raises(OSError, match="Invalid argument"):
         sync("/proc/self")
     sync_folder(Path("/proc/self"))
+
+
+def test_several_writers_of_one_file_leave_the_file_of_one_of_them(tmp_path: Path) -> None:
+    """Also beside what a writer has left that was killed."""
+    path = tmp_path / "wanted"
+    for suffix in ("tmp", "0123.tmp"):
+        (tmp_path / f"wanted.{suffix}").touch()
+    before, contents = {*tmp_path.iterdir()}, [f"{number}" * 70_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        for _ in threads.map(functools.partial(write_file, path), contents * 10):
+            assert path.read_text() in contents
+    assert {*tmp_path.iterdir()} == {*before, path}
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_file(tmp_path / "folder", "a file")
+    assert {*tmp_path.iterdir()} == {*before, path, tmp_path / "folder"}
 
 
 def test_a_folder_that_cannot_be_synced_for_another_reason_is_an_error(

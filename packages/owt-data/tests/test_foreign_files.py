@@ -39,7 +39,7 @@ def write_shard(path: Path, tokens: np.ndarray, *, magic: int = 20240520, versio
 
 
 def llm_c(folder: Path) -> str:
-    for number, part in enumerate(np.array_split(TRAIN, 3), 1):
+    for number, part in enumerate(np.array_split(TRAIN, 9), 1):
         write_shard(folder / f"fineweb_train_{number:06d}.bin", part)
     write_shard(folder / "fineweb_val_000000.bin", VAL)
     return str(folder)
@@ -124,6 +124,24 @@ def test_documents_of_llm_c_begin_with_their_end_of_text(tmp_path):
     starts = np.flatnonzero(TRAIN == 50_256)
     np.testing.assert_array_equal(documents.ranges(np.arange(len(documents)))[0], starts)
     np.testing.assert_array_equal(documents.read(7), TRAIN[starts[7] : starts[8]])
+
+
+@pytest.mark.parametrize(("magic", "dtype"), [(20240520, "<u2"), (20240801, "<u4")])
+def test_one_file_of_llm_c_is_split_by_position(magic, dtype, tmp_path):
+    path = tmp_path / "all.bin"
+    write_shard(path, TRAIN, magic=magic, dtype=dtype)
+    data = open_tokens(path, tokenizer="gpt2")
+    boundary = round(0.9 * len(TRAIN))
+    np.testing.assert_array_equal(whole(data.train), TRAIN[:boundary])
+    np.testing.assert_array_equal(whole(data.val), TRAIN[boundary:])
+    starts = np.flatnonzero(TRAIN == 50_256)
+    for _ in range(2):  # the second time by the index
+        documents, val = open_documents(data), open_documents(data, "val")
+        np.testing.assert_array_equal(documents.ranges(np.arange(len(documents)))[0], starts[starts < boundary])
+        np.testing.assert_array_equal(
+            val.ranges(np.arange(len(val)))[0], [0, *(starts[starts > boundary] - boundary).tolist()]
+        )
+        np.testing.assert_array_equal(val.read(1), TRAIN[starts[-len(val) + 1] :][: len(val.read(1))])
 
 
 def test_shards_of_an_object_storage_are_read(s3, tmp_path):

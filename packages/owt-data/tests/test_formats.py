@@ -9,6 +9,7 @@ import pytest
 
 from owt_data import DataError, PrepareOptions, open_tokens, prepare, prepare_in_background
 from owt_data._cli import main
+from owt_data._tokens.plan import read_plan
 
 BYTES = ("--tokenizer", "bytes", "--num-processes", "1")
 START = PrepareOptions(tokenizer="bytes", split="start")
@@ -62,6 +63,14 @@ def test_a_preparation_of_another_version_is_rejected_with_both_versions(name, f
         prepare(str(corpus), interrupted.with_name("out"), START)
     assert str(caught.value).startswith(both_versions(interrupted / name, found))
     assert before == {path: path.stat().st_mtime_ns for path in interrupted.rglob("*.bin")}
+
+
+def test_a_plan_of_a_version_without_files_of_tokenizers_is_read(interrupted):
+    before, path = read_plan(interrupted), interrupted / "plan.json"
+    plan = json.loads(path.read_text())
+    assert plan.pop("tokenizer") is None
+    path.write_text(json.dumps(plan))
+    assert read_plan(interrupted) == before is not None
 
 
 def test_an_unknown_field_of_a_finished_shard_is_rejected(interrupted, corpus):

@@ -82,6 +82,14 @@ def test_files_and_lists_on_the_server_are_sequences(both):
         assert a.fingerprint == b.fingerprint
 
 
+def test_a_folder_may_be_named_with_a_slash_at_its_end(both):
+    for local_or_remote in both:
+        plain, slash = (open_tokens(f"{local_or_remote}{end}", tokenizer="bytes") for end in ("", "/"))
+        assert slash.fingerprint == plain.fingerprint
+        assert sequence(slash).read(0, 9).tolist() == sequence(plain).read(0, 9).tolist()
+        assert open_documents(slash).describe(np.array([3]))[0].row is not None
+
+
 def test_documents_on_the_server_are_those_from_disk(both):
     folders = [[folder] for folder in both]
     # A file that is named without its folder has an index too.

@@ -25,6 +25,7 @@ from owt_data import (
     source_digest,
     verify,
 )
+from owt_data._prepare.prepare import _staging_folder
 from owt_data._tokenizers import tokenizer_digest
 
 BYTES = PrepareOptions(tokenizer="bytes")
@@ -173,6 +174,22 @@ def test_the_same_call_changes_nothing_and_another_is_rejected(articles, tmp_pat
     assert (tmp_path / "out/train.bin").stat().st_mtime_ns == before
     with pytest.raises(DataError, match=r"holds token files of .*: split_seed 2357 and 1 differ"):
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer="bytes", split_seed=1))
+
+
+def test_a_preparation_that_another_one_has_overtaken_changes_nothing(articles, tmp_path, monkeypatch):
+    """It finds the folder complete once it has the lock."""
+    done, lock = [], _staging_folder
+
+    def lock_after_another(out):
+        monkeypatch.setattr("owt_data._prepare.prepare._staging_folder", lock)
+        done.append(prepare(str(articles), out, BYTES, num_processes=1))
+        done.append((out / "train.bin").stat())
+        return lock(out)
+
+    monkeypatch.setattr("owt_data._prepare.prepare._staging_folder", lock_after_another)
+    manifest = prepare(str(articles), tmp_path / "out", BYTES, num_processes=1)
+    assert done == [manifest, (tmp_path / "out/train.bin").stat()]
+    assert not (tmp_path / ".out.partial").exists()
 
 
 def test_the_same_files_in_another_order_are_another_source(tmp_path):
@@ -400,4 +417,6 @@ def test_the_digest_of_a_source_is_that_of_its_manifest(names, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {n}"}}\n' for n in range(50)))
+    if isinstance(names, list):
+        assert source_digest(names[::-1]) == source_digest(names)  # each name gives its split
     assert source_digest(names) == prepare(names, tmp_path / "out", PrepareOptions(tokenizer="bytes")).source_sha256

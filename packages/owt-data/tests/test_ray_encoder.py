@@ -26,7 +26,12 @@ def test_tasks_write_the_same_files(tokenizer, articles, tmp_path, cluster, requ
     options = PrepareOptions(tokenizer=tokenizer, val_fraction=0.1)
     expected = prepare(str(articles), tmp_path / "expected", options, num_processes=1)
     monkeypatch.delattr("owt_data._prepare.prepare.local_encoder")
-    assert prepare(str(articles), tmp_path / "out", options, use_ray=True) == expected
+    given = []
+    monkeypatch.setattr(
+        "owt_data._prepare.ray_encoder.ray_encoder", lambda *names: given.append(names[1:]) or ray_encoder(*names)
+    )
+    assert prepare(str(articles), tmp_path / "out", options, num_processes=3, use_ray=True) == expected
+    assert given == [(3,)]
     assert verify(tmp_path / "out") == []
 
 

@@ -147,20 +147,20 @@ def test_few_documents_are_split_by_position(lengths, options, split, share, tmp
 
 
 @pytest.mark.parametrize(
-    ("options", "split", "train", "val"),
+    ("options", "train", "val"),
     [
-        ([], "position", "9,000 tokens (90 %)", "1,000 tokens (10 %)"),
-        (["--val-fraction", "0.0425"], "position", "9,575 tokens (95.8 %)", "425 tokens (4.25 %)"),
-        (["--val-fraction", "0.0002"], "position", "9,998 tokens (100 %)", "2 tokens (0.02 %)"),
+        ([], "9,000 tokens (90 %)", "1,000 tokens (10 %)"),
+        (["--val-fraction", "0.0425"], "9,575 tokens (95.8 %)", "425 tokens (4.25 %)"),
+        (["--val-fraction", "0.0002"], "9,998 tokens (100 %)", "2 tokens (0.02 %)"),
     ],
 )
-def test_the_command_says_the_sizes_of_both_splits(options, split, train, val, tmp_path, capsys):
+def test_the_command_says_the_sizes_of_both_splits(options, train, val, tmp_path, capsys):
     (tmp_path / "book.txt").write_text("a" * 9_999)
     command = ["prepare", str(tmp_path / "book.txt"), str(tmp_path / "out"), "--tokenizer", "bytes", *options]
     assert main([*command, "--num-processes", "1"]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        f"the text was split by {split}",
+        "the text was split by position",
         f"{tmp_path}/out/train.bin: {train}, 1 documents",
         f"{tmp_path}/out/val.bin: {val}, 1 documents",
     ]

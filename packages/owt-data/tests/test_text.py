@@ -1,11 +1,14 @@
 """Text tokenized while training, through a real Ray cluster."""
 
+from unittest import mock
+
 import datasets
 import numpy as np
 import pytest
+import ray.data
 
 from owt_data import DataError, every_row, is_wikitext_title, load_tokenizer, stream_text
-from owt_data._stream.text import _in_order, _pack
+from owt_data._stream.text import _encode, _in_order, _pack
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -98,6 +101,32 @@ def test_no_more_results_are_pending_than_allowed(most):
         assert len(begun) >= min(10, len(seen) + most)  # else fewer threads than there are would work
         seen += result.tolist()
     assert seen == [*range(10)]
+
+
+@pytest.mark.parametrize(("given", "work", "workers"), [
+    ({"num_cpus": 3}, "_in_threads", 3),
+    ({"num_cpus": 2, "num_tasks": 5}, "_in_tasks", 5),
+])  # fmt: skip
+def test_a_stream_tokenizes_groups_of_rows_with_the_workers_it_is_given(given, work, workers, wikitext):
+    """The task runs in this process here: Ray runs it in another one."""
+    run = ray.data.Dataset.map_batches
+    with mock.patch.object(ray.data.Dataset, "map_batches", autospec=True, side_effect=run) as made:
+        stream_text(str(wikitext), block_size=BLOCK, tokenizer="bytes", batch_size=7, **given)
+    assert made.call_args.kwargs["num_cpus"] == given["num_cpus"]
+    (_, produce), seen = made.call_args.args, []
+
+    def encode(groups, tokenizer, num_workers):
+        seen.append((tokenizer, num_workers))
+        for rows in groups:
+            seen.append(len(rows))
+            yield _encode(rows, tokenizer)
+
+    with mock.patch(f"owt_data._stream.text.{work}", side_effect=encode):
+        blocks = np.concatenate([batch["tokens"] for batch in produce({})])
+    expected = plain_loop(lines(wikitext), load_tokenizer("bytes"), is_wikitext_title)
+    assert_blocks(blocks, expected)
+    assert seen[0] == ("bytes", workers)
+    assert {*seen[1:-1]} == {7}
 
 
 def test_blocks_of_a_long_text_are_the_tokens_of_a_plain_loop(tmp_path, monkeypatch):

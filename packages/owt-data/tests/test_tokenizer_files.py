@@ -55,7 +55,7 @@ def byte_level(tmp_path_factory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<pad>", "<|endoftext|>"])
     tokenizer.enable_truncation(5)
-    tokenizer.enable_padding(length=64)
+    tokenizer.enable_padding(length=512)
     path = tmp_path_factory.mktemp("byte-level") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
@@ -81,19 +81,21 @@ def test_a_byte_level_file_gives_back_every_text(byte_level):
         assert max(tokens) < 260
         assert (tokenizer.n_vocab, tokenizer.eot_token) == (261, 260) == (vocab_size(name), end_of_text_id(name))
         assert [number for number in range(261) if tokenizer.is_special_token(number)] == [0, 260]
+        part = tokenizer.encode_ordinary("語")[:1]  # a model may draw any bytes
+        assert (tokenizer.decode(part), tokenizer.decode(part, errors="ignore")) == ("\ufffd", "")
 
 
 def test_added_tokens_have_the_bytes_of_their_text(byte_level, tmp_path):
     """A piece of the model spells each byte as a character, and an added token does not."""
     found = json.loads(byte_level.read_text())
-    new = {**found["added_tokens"][0], "id": 263, "content": "<| Ġé |>", "special": False}
+    new = {**found["added_tokens"][0], "id": 263, "content": "<|Ġé|>", "special": False}
     (tmp_path / "tokenizer.json").write_text(json.dumps({**found, "added_tokens": [*found["added_tokens"], new]}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.n_vocab == 264
-    assert tokenizer.decode_single_token_bytes(263) == "<| Ġé |>".encode()
+    assert tokenizer.decode_single_token_bytes(263) == "<|Ġé|>".encode()
     assert tokenizer.decode_single_token_bytes(261) == b""
     assert [number for number in range(264) if tokenizer.is_special_token(number)] == [0, 260, 261, 262]
-    assert tokenizer.decode([263, 105]) == "<| Ġé |>" + tokenizer.decode([105])
+    assert tokenizer.decode([263, 105]) == "<|Ġé|>" + tokenizer.decode([105])
 
 
 def test_a_unigram_model_has_the_ids_of_the_order_of_its_pieces(byte_level, tmp_path):
@@ -279,7 +281,13 @@ def test_the_end_of_text_is_that_of_the_name_then_of_the_configuration_beside_it
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
         assert end_of_text_id(tmp_path) == 0
     assert end_of_text_id(f"{tmp_path}::the") == 258
-    assert not same_tokenizer(tmp_path, f"{tmp_path}::the")
+    (tmp_path / "tokenizer_config.json").unlink()
+    found, ends = json.loads(byte_level.read_text()), []
+    for number, token in enumerate(("<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>"), 300):
+        ends.append({**found["added_tokens"][0], "id": number, "content": token})
+        (tmp_path / "tokenizer.json").write_text(json.dumps({**found, "added_tokens": ends}))
+        assert end_of_text_id(tmp_path) == number  # that of GPT-2 comes first, and that of Gemma last
+    assert not same_tokenizer(tmp_path, f"{tmp_path}::<eos>")
 
 
 def test_the_facts_about_the_encodings_are_those_of_tiktoken(gpt2):

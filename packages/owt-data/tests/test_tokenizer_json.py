@@ -48,7 +48,14 @@ def test_the_end_of_text_is_one_token_that_readers_leave_out(name, request):
     assert ids == [*plain.encode_ordinary("a"), plain.eot_token]
     assert (tokenizer.decode(ids), tokenizer.decode(ids, skip_special_tokens=False)) == ("a", f"a{END}")
     config = json.loads(files["tokenizer_config.json"])
-    assert (config["bos_token"], config["eos_token"], config["model_max_length"]) == (END, END, 32)
+    assert config == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "model_max_length": 32,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+    }
 
 
 def test_every_byte_has_its_own_id():

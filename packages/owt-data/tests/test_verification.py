@@ -164,8 +164,10 @@ def test_a_file_that_is_missing_is_named(folder):
     data = open_tokens(str(folder), tokenizer="bytes")
     (folder / "val.bin").unlink()
     with verify_in_background(data) as verification:
-        assert "val.bin must be readable, got No such file" in (verification.wait(TIMEOUT_S) or "")
-        assert verification.is_done
+        damage = verification.wait(TIMEOUT_S)
+        assert "val.bin must be readable, got No such file" in (damage or "")
+        assert (verification.wait(0), verification.poll(), verification.is_done) == (damage, damage, True)
+    assert (verification.wait(), verification.poll()) == (damage, damage)  # also after the end of the block
 
 
 def test_files_without_a_manifest_need_no_process(folder):
