@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import subprocess
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -131,7 +132,7 @@ def test_the_command_ends_with_exit_code_2(tmp_path, capsys, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["text.txt"]
 
 
-@pytest.mark.parametrize("change", [append, overwrite_and_restore_the_time, lambda path: path.write_text("torn")])
+@pytest.mark.parametrize("change", [append, overwrite_and_restore_the_time])
 def test_no_tokenizer_is_made_of_a_text_that_changes(change, tmp_path):
     path = tmp_path / "text.jsonl"
     write(path, seed=0)
@@ -144,4 +145,14 @@ def test_no_tokenizer_is_made_of_a_text_that_changes(change, tmp_path):
     with pytest.raises(DataError, match=rf"^{path} has changed while it was read\."):
         train_tokenizer(str(path), tmp_path / "out", vocab_size=260, num_processes=1, progress=change_once)
     assert changed
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_text_that_looks_damaged_while_it_changes_is_named_as_one_that_changes(tmp_path, monkeypatch):
+    path, start = tmp_path / "text.jsonl", subprocess.Popen
+    write(path, seed=0)
+    # The training process sees the text as another program has written half of it.
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **given: path.write_text("{torn") and start(*a, **given))
+    with pytest.raises(DataError, match=rf"^{path} has changed while it was read\."):
+        train_tokenizer(str(path), tmp_path / "out", vocab_size=260, num_processes=1)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]

@@ -67,6 +67,14 @@ def test_a_flipped_bit_is_found_in_the_background_and_at_first(name, folder):
     assert str(caught.value) == damage
 
 
+def test_the_process_imports_no_files_of_the_working_folder(folder, monkeypatch):
+    for name in ("json.py", "pyarrow.py", "platformdirs.py"):
+        (folder.parent / name).write_text("raise RuntimeError('not a module of owt-data')")
+    monkeypatch.chdir(folder.parent)
+    flip(folder / "train.bin", 1000)
+    assert "train.bin is damaged: its SHA-256" in (verified(folder) or "")
+
+
 def test_a_damaged_file_stays_damaged_at_the_next_verification(folder):
     """Its digest is in the cache after the first, as that of a good file is."""
     flip(folder / "train.bin", 1000)
