@@ -260,7 +260,7 @@ def test_a_reader_waits_for_a_slow_preparation(articles: Path, tmp_path: Path, m
 class Clock:
     """A clock of this machine. Each sleep passes at once, and calls a function before."""
 
-    def __init__(self, at_sleep: Callable[[float], None]) -> None:
+    def __init__(self, at_sleep: Callable[[float], object]) -> None:
         self.now_s, self.at_sleep = 1000.0, at_sleep
 
     def monotonic(self) -> float:
