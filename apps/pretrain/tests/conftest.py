@@ -1,9 +1,9 @@
 """Fixtures of all tests: a cache of its own for each test, and a local S3 server."""
 
 import logging
+import os
 import signal
 
-import jax
 import pytest
 from beartype import BeartypeConf
 from beartype.claw import beartype_package
@@ -15,12 +15,9 @@ beartype_package("pretrain", conf=BeartypeConf(is_pep484_tower=True))  # an int 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Short runs spend most of their time compiling: the programs of this process have fewer optimizations. What it starts
-# has those of users.
-jax.config.update("jax_disable_most_optimizations", True)
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("XLA_FLAGS", FEWER_OPTIMIZATIONS["XLA_FLAGS"])
-    jax.devices()  # reads the variable
+# The programs of the tests, and of the processes that they start, have fewer optimizations than those of users. The
+# integration tests, the READMEs and the benchmarks run the same code fully optimized.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FEWER_OPTIMIZATIONS}".strip()
 
 
 @pytest.fixture(scope="session", autouse=True)

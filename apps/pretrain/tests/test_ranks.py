@@ -105,7 +105,7 @@ def ranks(place):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     numbers = [str(port), str(NUM_TOKENS), str(BATCH_SIZE)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", CODE, str(place), str(rank), *numbers],

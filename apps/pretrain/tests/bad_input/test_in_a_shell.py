@@ -36,7 +36,8 @@ def absent_platform(line, platform):
 
 def rejected_setting(line, setting, message):
     """A variable whose value JAX or XLA rejects."""
-    return (f"{setting} $PRETRAIN {line}", 2, f"JAX and XLA must accept {setting.partition('=')[0]}, got {message}")
+    name = setting.partition("=")[0]
+    return (f"XLA_FLAGS=; export {setting}; $PRETRAIN {line}", 2, f"JAX and XLA must accept {name}, got {message}")
 
 
 def unusable_mode(line, name, value, constraint):
@@ -153,7 +154,7 @@ OTHERS = [
     rejected_setting(
         TRAIN, "JAX_DEFAULT_MATMUL_PRECISION=x", 'ValueError: Invalid value "x" for JAX flag jax_default_matmul'
     ),
-    rejected_setting(SAMPLE, "XLA_FLAGS=garbage", 'Could not open file "garbage"'),
+    rejected_setting(SAMPLE, "XLA_FLAGS=' '", 'Could not open file " "'),
     rejected_setting(TRAIN, "XLA_FLAGS=--xla_force_host_platform_device_count=0", "jaxlib"),
     rejected_setting(
         EXPORT, "XLA_FLAGS=--xla_force_host_platform_device_count=two", "Couldn't interpret value two for flag"

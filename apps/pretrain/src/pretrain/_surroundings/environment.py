@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -70,22 +71,28 @@ def check_variables() -> None:
         if any(one.exists() and not one.is_dir() for one in (path, *path.parents)):
             raise UsageError(f"JAX_COMPILATION_CACHE_DIR must be a folder, got {short(cache)}. Correct or unset it.")
     names = [name for name in os.environ if name.startswith("JAX_") and name not in _UNCHECKED]
-    if os.environ.get("XLA_FLAGS", "").strip():
+    if os.environ.get("XLA_FLAGS"):  # a blank is a name of a file to XLA
         names.append("XLA_FLAGS")
-    if not names:
-        return
+    if names and (reason := _rejection(tuple((name, os.environ[name]) for name in sorted(names)))):
+        remedy = "Correct or unset it." if len(names) == 1 else "Correct or unset them."
+        raise UsageError(f"JAX and XLA must accept {', '.join(sorted(names))}, got {reason.rstrip('.')}. {remedy}")
+
+
+@cache
+def _rejection(settings: tuple[tuple[str, str], ...]) -> str | None:
+    """Try the variables of this process in a child process, once for the same values. Return why it failed."""
+    imports_jax = any(name != "XLA_FLAGS" for name, _ in settings)
     try:
         tried = subprocess.run(
-            [sys.executable, "-c", _IMPORT_JAX * (names != ["XLA_FLAGS"]) + _MAKE_DEVICES],
+            [sys.executable, "-c", _IMPORT_JAX * imports_jax + _MAKE_DEVICES],
             capture_output=True, text=True, errors="replace", check=False, timeout=_WITHIN_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:  # the machine is busy
-        return
-    if tried.returncode:
-        message = _LOG_LINE.search(tried.stderr)
-        reason = message[1] if message else (tried.stderr.strip().splitlines() or ["no message"])[-1]
-        remedy = "Correct or unset it." if len(names) == 1 else "Correct or unset them."
-        raise UsageError(f"JAX and XLA must accept {', '.join(sorted(names))}, got {reason.rstrip('.')}. {remedy}")
+        return None
+    if tried.returncode == 0:
+        return None
+    message = _LOG_LINE.search(tried.stderr)
+    return message[1] if message else (tried.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def check_ray_variables() -> None:
