@@ -21,6 +21,7 @@ from ray_jax_launch import (
     latest_step,
 )
 from ray_jax_launch._checkpoint.catalog import unsaved
+from ray_jax_launch._checkpoint.pytree import to_restore
 from ray_jax_launch._checkpoint.save_events import notify_of_saves
 from ray_jax_launch._storage import open_uri
 
@@ -126,6 +127,21 @@ def test_a_restore_into_another_tree_is_rejected(saved, like, message):
                 f"the checkpoint must hold the arrays that are to be restored, got {message}. Restore into the model "
                 "that wrote it, or read another checkpoint."
             )
+
+
+KINDS = {"floats": jnp.bfloat16, "integers": np.uint8, "complex numbers": np.complex64, "booleans": np.bool_}
+
+
+@pytest.mark.parametrize("saved_as", KINDS)
+@pytest.mark.parametrize("wanted_as", KINDS)
+def test_numbers_are_restored_as_numbers_of_their_kind_alone(saved_as, wanted_as):
+    like, saved = ({"params": {"w": jax.ShapeDtypeStruct((3,), KINDS[kind])}} for kind in (wanted_as, saved_as))
+    if saved_as == wanted_as:
+        assert to_restore(like, saved) == like
+        return
+    message = f"params.w: saved as {saved_as} with shape (3,), wanted as {wanted_as} with shape (3,). Restore"
+    with pytest.raises(MismatchedCheckpointError, match=re.escape(message)):
+        to_restore(like, saved)
 
 
 def test_an_array_can_be_overwritten_when_save_returns(place):

@@ -449,3 +449,46 @@ def test_an_array_is_restored_in_the_precision_that_is_wanted(tmp_path):
         restored = checkpoints.restore(1, {"params": like})["params"]
     assert (restored["w"].dtype, restored["b"].dtype) == (jnp.bfloat16, np.float64)
     np.testing.assert_array_equal(restored["w"], np.ones((3, 2)))
+
+
+def test_the_version_of_a_checkpoint_is_another_after_each_replacement(tmp_path: Path) -> None:
+    store, times = FolderStore(tmp_path), [(1, 1), (1, 1), (1, 3)]
+    found: list[object] = [store.version(7)]
+    for time_s in times:
+        if (tmp_path / "7").exists():
+            (tmp_path / "7").rename(tmp_path / f"old-{len(found)}")
+        (tmp_path / "7").mkdir()
+        os.utime(tmp_path / "7", time_s)
+        assert store.version(7) == store.version(7)
+        found.append(store.version(7))
+    os.utime(tmp_path / "7", (1, 9))  # another folder may get the number of a deleted one
+    found.append(store.version(7))
+    assert found[0] is None
+    assert len({*found}) == len(found)
+    (tmp_path / "8").symlink_to("nowhere")
+    assert store.version(8) is not None
+
+
+def test_a_checkpoint_without_the_part_of_a_process_is_not_listed(tmp_path: Path) -> None:
+    parts, store = tmp_path / "7.orbax-checkpoint-tmp" / "_parts", FolderStore(tmp_path)
+    parts.mkdir(parents=True)
+    for rank in (0, 2):
+        (parts / f"{rank}.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"^process 1 has not written its shards of checkpoint 7\.$"):
+        store.write_checksums(7, 3)
+    assert [*parts.parent.iterdir()] == [parts]
+
+
+def test_a_damaged_item_does_not_stop_the_restore_of_another_item(tmp_path: Path) -> None:
+    items = {"params": TREE, "opt_state": {"mu": jnp.ones(70_000)}}
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (30, 40):
+            checkpoints.save(step, items, metadata={})
+    problem = flip_a_byte(tmp_path / "40")
+    assert problem.startswith("opt_state/")
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        found = [checkpoints.restore_latest({name: items[name]}) for name in items]
+        assert [one and one.step for one in found] == [40, 30]
+        assert checkpoints.restore_step(40, {"params": TREE}).step == 40
+        with pytest.raises(DamagedCheckpointError, match="does not have the checksum"):
+            checkpoints.restore_step(40, items)

@@ -1,7 +1,8 @@
 """Ends of a group of workers, as the driver sees them: its errors, its restarts, and what it releases. Without Ray."""
 
+import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 
 from ray_jax_launch import JaxTrainer, TrainingFailed
 from ray_jax_launch._control.control_actor import LocalControl
+from ray_jax_launch._control.interrupt import Interrupt
 from ray_jax_launch._lost_cluster import ClusterLostError
 from ray_jax_launch._train import backend, run_group, run_plan
 from ray_jax_launch._train.failures import note_traceback
@@ -28,11 +30,16 @@ class Group:
 
     def __init__(self) -> None:
         self.control = LocalControl()
+        self.hang_timeout_s: float | None = None
         self.ends: list[Any] = []
         self.num_starts = 0
         self.placement_groups = {"another launch's"}
         self.removed: list[set[str]] = []
         self.ended: list[Any] = []
+
+    def start_control(self, hang_timeout_s: float | None) -> LocalControl:
+        self.hang_timeout_s = hang_timeout_s
+        return self.control
 
     def fit(self, trainer: Any, control: Any) -> Any:
         self.num_starts += 1
@@ -58,7 +65,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(run_plan, "check_resources", lambda hardware, **given: None)
     for name, value in {
         "is_silent": lambda: False,
-        "start_control_actor": lambda hang_timeout_s: group.control,
+        "start_control_actor": group.start_control,
         "placement_groups": lambda: {*group.placement_groups},
         "remove_placement_groups": group.remove,
         "end_actor": group.ended.append,
@@ -75,12 +82,12 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 def fit(group: Group, tmp_path: Path) -> Callable[..., Any]:
     """Return a function that runs a group of three workers with these ends, and checks what it releases."""
 
-    def fit(*ends: Any, max_failures: int = 0) -> Any:
+    def fit(*ends: Any, max_failures: int = 0, hardware: str = "cpu:3", **given: Any) -> Any:
         group.ends, before = [*ends], signal.getsignal(signal.SIGTERM)
         failures = FailureConfig(max_failures=max_failures)
         run_config = RunConfig(name="run", storage_path=str(tmp_path), failure_config=failures)
         try:
-            return JaxTrainer(lambda: None, hardware="cpu:3", run_config=run_config).fit()
+            return JaxTrainer(lambda: None, hardware=hardware, run_config=run_config, **given).fit()
         finally:
             assert group.ended == [group.control]
             assert signal.getsignal(signal.SIGTERM) is before
@@ -146,6 +153,42 @@ def test_the_deaths_of_controllers_count_like_other_failures(fit: Callable[..., 
     with pytest.raises(TrainingFailed, match="cpu:3"):
         fit(*[ActorDiedError() for _ in range(3)], max_failures=2)
     assert group.num_starts == 3
+
+
+@pytest.mark.parametrize("error", [None, KeyError("a")])
+def test_cpus_for_ray_data_are_reserved_and_silence_is_heard_while_a_group_runs(
+    fit: Callable[..., Any],
+    group: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    error: Exception | None,
+) -> None:
+    calls: list[Any] = []
+    heard: list[Any] = []
+
+    @contextlib.contextmanager
+    def reserving(*args: Any) -> Iterator[Any]:
+        calls.append(args)
+        try:
+            yield "renew"
+        finally:
+            calls.append("released")
+
+    @contextlib.contextmanager
+    def forwarding(*args: Any, **given: Any) -> Iterator[None]:
+        heard.append((args, given["renew"], given["on_silence"].__func__))
+        yield
+
+    monkeypatch.setattr(run_group, "reserving", reserving)
+    monkeypatch.setattr(run_group, "forwarding", forwarding)
+    functions = {"on_metrics": lambda rank, metrics: None, "on_event": lambda event: None}
+    with pytest.raises(KeyError) if error is not None else contextlib.nullcontext():
+        fit(error, hardware="cpu:1-3", data_cpus=7, hang_timeout_s=60.0, **functions)
+    hardware, name, num_cpus = calls[0]
+    assert (str(hardware), name, num_cpus) == ("cpu:1-3", f"{tmp_path}/run/run", 7)
+    assert calls[1:] == ["released"]
+    assert heard == [((group.control, *functions.values()), "renew", Interrupt.on_silence)]
+    assert group.hang_timeout_s == 60.0
 
 
 def stop_after(group: Group, action: Callable[[], Any]) -> Callable[[], Any]:

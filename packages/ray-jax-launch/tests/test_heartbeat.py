@@ -1,10 +1,12 @@
-"""The progress that a worker tells the watchdog, with real times."""
+"""The progress that a worker tells the watchdog, with real times and with a clock of the test."""
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from ray_jax_launch._control import heartbeat as heartbeat_module
 from ray_jax_launch._control.control_actor import LocalControl
 from ray_jax_launch._control.heartbeat import Heartbeat
 
@@ -43,3 +45,87 @@ def test_the_first_step_counts_as_ten_and_a_step_counts_when_it_is_computed():
         assert heartbeat.read()[:2] == (2, 8)
     finally:
         heartbeat.end()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that a heartbeat reads. Its thread sends nothing."""
+    clock = SimpleNamespace(now_s=1000.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(heartbeat_module, "time", clock)
+    monkeypatch.setattr(Heartbeat, "_send", lambda self: None)
+    return clock
+
+
+def compute(heartbeat: Heartbeat, clock: SimpleNamespace, num_steps: int, seconds: float) -> float:
+    """Let some steps take some seconds together. Return the usual time of a step."""
+    clock.now_s += seconds
+    for _ in range(num_steps):
+        heartbeat.add(0)
+    return heartbeat.read().usual_s
+
+
+def test_the_usual_time_is_the_median_of_the_newest_times_of_one_step(clock: SimpleNamespace) -> None:
+    heartbeat = Heartbeat(LocalControl(), "group", 1, 0)
+    assert compute(heartbeat, clock, 1, 50.0) == 5.0  # the first step counts as ten
+    assert compute(heartbeat, clock, 4, 8.0) == 3.5  # each of the four took 2 s
+    assert compute(heartbeat, clock, 3, 3.0) == 2.0
+    assert compute(heartbeat, clock, 0, 7.0) == 2.0  # no step is computed: the time goes on
+    assert compute(heartbeat, clock, 2, 1.0) == 3.0
+    for _ in range(30):
+        compute(heartbeat, clock, 1, 1.0)
+    assert [compute(heartbeat, clock, 2, 18.0) for _ in range(11)] == [1.0] * 10 + [9.0]
+
+
+def test_steps_before_other_work_and_the_time_of_this_work_are_not_measured(clock: SimpleNamespace) -> None:
+    heartbeat = Heartbeat(LocalControl(), "group", 1, 0)
+    compute(heartbeat, clock, 1, 20.0)
+    clock.now_s += 4.0
+    heartbeat.add(1)
+    assert heartbeat.watch(False)
+    clock.now_s += 1000.0
+    assert heartbeat.read().usual_s == 2.0
+    heartbeat.watch(True)
+    assert compute(heartbeat, clock, 1, 4.0) == 3.0
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_save_must_end_and_leaves_the_work_as_it_was(
+    clock: SimpleNamespace, is_training: bool, error: type[Exception] | None
+) -> None:
+    heartbeat = Heartbeat(LocalControl(), "group", 1, 0)
+    heartbeat.add(1)
+    heartbeat.watch(is_training)
+    for _ in range(2):
+        try:
+            with heartbeat.saving():
+                with heartbeat.saving():
+                    assert (heartbeat.read().is_training, heartbeat.read().must_end) == (False, True)
+                assert (heartbeat.read().is_training, heartbeat.read().must_end) == (False, True)
+                if error is not None:
+                    raise error
+        except KeyError:
+            assert error is not None
+        assert (heartbeat.read().is_training, heartbeat.read().must_end) == (is_training, False)
+
+
+def test_the_first_step_and_the_end_are_told_at_once_and_other_work_soon(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = LocalControl()
+    heartbeat = Heartbeat(control, "group", 1, 0, "an actor")
+    calls: list[str] = []
+    turns: Any = SimpleNamespace(call_now=lambda: calls.append("now"), call_soon=lambda: calls.append("soon"))
+    monkeypatch.setattr(heartbeat, "turns", turns)
+    heartbeat.watch(True)
+    for step in (1, 2):
+        heartbeat.add(step)
+    assert calls == ["now"]
+    for is_training in (True, False, False, True):
+        heartbeat.watch(is_training)
+    assert calls == ["now", "soon", "soon"]
+    assert control._actor._watchdog._workers == {}  # the thread tells it
+    heartbeat.end()
+    assert calls[-1] == "now"
+    beat = control._actor._watchdog._workers[0].beat
+    assert (beat.has_ended, beat.step, beat.num_computed) == (True, 2, 2)

@@ -5,6 +5,8 @@ import sys
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -197,6 +199,39 @@ def test_archives_that_a_damaged_listing_may_name_stay(uri: str) -> None:
     with Checkpoints(uri, num_to_keep=1) as checkpoints:
         assert checkpoints.latest_step() == 20
     assert names(uri) == saved - {"30.json"} | {"30.json.damaged"}
+
+
+def test_a_checkpoint_whose_listing_is_damaged_can_be_unlisted_and_its_archives_go_a_day_later(uri: str) -> None:
+    write(uri, "10.json", b"{")
+    store, saved = ObjectStore(uri), names(uri)
+    store.unlist(10)
+    store.sweep()
+    assert names(uri) == saved - {"10.json"}
+    assert store.steps() == [20, 30]
+    for name in names(uri):
+        set_age(uri, name, 25)
+    store.clean_up()
+    assert names(uri) == {name for name in saved if not name.startswith("10.")}
+
+
+def test_archives_without_a_time_count_as_those_of_a_process_that_writes(uri: str) -> None:
+    write(uri, "40.0a-1/process-0.tar", b"half")
+    store, saved = ObjectStore(uri), names(uri)
+    contents = store._contents
+
+    def without_times(folder: str, *, recursive: bool) -> list[Any]:
+        return [
+            SimpleNamespace(base_name=info.base_name, is_file=info.is_file, mtime=None)
+            for info in contents(folder, recursive=recursive)
+        ]
+
+    set_age(uri, "40.0a-1/process-0.tar", 49)
+    store._contents = without_times
+    store.clean_up()
+    assert names(uri) == saved
+    store._contents = contents
+    store.clean_up()
+    assert names(uri) == saved - {"40.0a-1/process-0.tar"}
 
 
 def test_a_checkpoint_of_three_processes_has_the_archives_of_each(s3: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -295,6 +296,12 @@ def test_processes_of_one_node_are_known_by_their_temporary_folder(
         assert node(a) not in (here, node(b))
         assert "\n" not in node(a)
         assert node(a).startswith("9e7c " if boot.exists() else f"{socket.gethostname()} ")
+    # Folders of two file systems, as of two containers of a host, may have one number.
+    places: list[Any] = [
+        SimpleNamespace(stat=lambda place=place: SimpleNamespace(st_dev=place[0], st_ino=place[1]))
+        for place in ((1, 7), (2, 7), (1, 72), (17, 2))
+    ]
+    assert len({node_of(place) for place in places}) == 4
 
 
 @pytest.mark.parametrize("fails", [False, True])

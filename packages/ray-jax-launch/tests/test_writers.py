@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from ray_jax_launch import Checkpoints, UnsavedCheckpointError, checkpoint_steps, intact_step
+from ray_jax_launch import Checkpoints, LaunchError, UnsavedCheckpointError, checkpoint_steps, intact_step
 from ray_jax_launch._checkpoint import writers
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 from ray_jax_launch._checkpoint.save_events import notify_of_saves
@@ -147,16 +147,21 @@ def test_a_save_that_fails_is_reported_once(
     assert checkpoint_steps(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("error", [OSError("busy"), LaunchError("busy")], ids=["folder", "object storage"])
 def test_a_checkpoint_that_cannot_be_deleted_is_logged_and_deleted_after_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def fail_once(store: FolderStore, step: int) -> None:
         if step == 3:
-            raise OSError("busy")
+            raise error
         unlist(store, step)
+
+    def fail(store: FolderStore) -> None:
+        raise error
 
     unlist = FolderStore.unlist
     monkeypatch.setattr(FolderStore, "unlist", fail_once)
+    monkeypatch.setattr(FolderStore, "sweep", fail)
     with Checkpoints(tmp_path, num_to_keep=3) as checkpoints:
         for step in (1, 3, 5):
             checkpoints.save(step, {"params": TREE}, metadata={})
@@ -165,8 +170,10 @@ def test_a_checkpoint_that_cannot_be_deleted_is_logged_and_deleted_after_the_nex
             checkpoints.save(step, {"params": TREE}, metadata={})
             checkpoints.wait()
     assert checkpoint_steps(tmp_path) == [3, 9]
-    assert f"checkpoint 3 in {tmp_path} cannot be deleted: busy" in caplog.messages
+    assert caplog.messages.count(f"checkpoint 3 in {tmp_path} cannot be deleted: busy") == 1
+    assert f"files of old checkpoints in {tmp_path} cannot be deleted: busy" in caplog.messages
+    assert len([*tmp_path.glob(".trash-*")]) == 3
     monkeypatch.undo()
     with Checkpoints(tmp_path, num_to_keep=1) as checkpoints:
         checkpoints.save(11, {"params": TREE}, metadata={})
-    assert checkpoint_steps(tmp_path) == [11]
+    assert [path.name for path in tmp_path.iterdir()] == ["11"]
