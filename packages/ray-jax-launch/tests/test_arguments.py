@@ -35,6 +35,8 @@ from ray_jax_launch import (
     scaling_config,
 )
 from ray_jax_launch._control.control_actor import LocalControl, StopRequest
+from ray_jax_launch._run_folder import RunFolder
+from ray_jax_launch._storage import as_storage_path
 from ray_jax_launch._train import run_group, run_plan
 from ray_jax_launch._train.failures import Preempted
 from ray_jax_launch._train.launch_plan import PreparedLaunch
@@ -109,6 +111,19 @@ def test_variables_of_the_caller_win(launched, given, variables):
 def test_the_rest_of_a_runtime_environment_is_kept(launched):
     plan = launched(runtime_env={"working_dir": "/here"})
     assert _for_ray(plan.run_config, None, plan.hardware).worker_runtime_env == {"working_dir": "/here", "env_vars": {}}
+
+
+@pytest.mark.parametrize(
+    ("storage_path", "expected"), [("runs", "HERE/runs"), ("/data/runs", "/data/runs"), ("s3://b/runs", "s3://b/runs")]
+)
+def test_ray_gets_the_storage_of_the_folder_in_which_the_driver_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, storage_path: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_config = RunConfig(name="run", storage_path=storage_path)
+    folder = RunFolder(as_storage_path(storage_path), None)
+    assert _for_ray(run_config, folder, local()).storage_path == expected.replace("HERE", str(tmp_path))
+    assert _for_ray(run_config, None, local()).storage_path == storage_path  # of a filesystem of the user's own
 
 
 @pytest.fixture
@@ -309,3 +324,56 @@ def test_an_elastic_group_waits_as_long_as_the_launch_and_sends_its_lines_and_re
     assert control.poll.remote("group", 2, 0, **poll) == (None, None)
     assert scaling.make_decision_for_running_worker_group(None, None) == NoopDecision()
     assert control.poll.remote("group", 2, 0, **poll) == (StopRequest("resize"), None)
+
+
+@pytest.mark.parametrize("is_trainer", [False, True], ids=["launch", "JaxTrainer"])
+def test_each_argument_reaches_the_field_of_its_name(
+    launched: Callable[..., Any], tmp_path: Path, is_trainer: bool
+) -> None:
+    given: dict[str, Any] = {
+        "on_metrics": lambda rank, metrics: None,
+        "on_event": lambda event: None,
+        "datasets": {"rows": no_rows},
+        "dataset_config": DataConfig(),
+        "data_cpus": 7,
+        "wait_for_resources_s": 9.5,
+        "hang_timeout_s": 60.0,
+    }
+    if is_trainer:
+        run_config = RunConfig(name="run", storage_path=str(tmp_path))
+        plan = JaxTrainer(no_loop, train_loop_config={"a": 1}, hardware="cpu:3", run_config=run_config, **given)._plan
+    else:
+        plan = launched(hardware="cpu:3", **given)
+    assert {name: getattr(plan, name) for name in given} == given
+    assert plan.hardware == cpu(3)
+    assert (plan.config, plan.has_rays_path) == (({"a": 1}, True) if is_trainer else (None, False))
+
+
+def no_loop(config: Any) -> None:
+    raise AssertionError("must not start")
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@pytest.mark.parametrize(("timeout_s", "is_watched"), [(60.0, True), (None, False)])
+def test_a_worker_knows_its_run_and_whether_it_is_watched_and_heard(
+    launched: Callable[..., Any],
+    rays_trainer: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    timeout_s: float | None,
+    is_watched: bool,
+    is_silent: bool,
+) -> None:
+    monkeypatch.setattr(run_group, "is_silent", lambda: is_silent)
+    control = LocalControl()
+    trainer = rays_trainer(launched(hardware="cpu:3", hang_timeout_s=timeout_s), control)
+    loop, session = trainer.train_loop_per_worker.args
+    assert loop() is None
+    assert (session.control, session.run_name, session.is_local) == (control, "run", False)
+    assert (session.is_watched, session.prints) == (is_watched, is_silent)
+
+
+def test_functions_of_a_rank_are_not_called_by_ray(
+    launched: Callable[..., Any], rays_trainer: Callable[..., Any]
+) -> None:
+    made = rays_trainer(launched(hardware="cpu:3", datasets={"rows": no_rows})).datasets["rows"]
+    assert made() is no_rows

@@ -7,11 +7,12 @@ import socket
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ray_jax_launch import LaunchError
+from ray_jax_launch import LaunchError, _cluster
 from ray_jax_launch._cluster_folder import ClusterFolder, clean_up, mark_failed
 
 NAME = f"ray-jax-{os.getuid()}"
@@ -164,3 +165,25 @@ def test_a_folder_of_another_user_is_rejected(parent: Path) -> None:
     with pytest.raises(LaunchError, match=f"where another user has made {NAME}"):
         ClusterFolder()
     assert [*parent.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("is_head", "of_failure", "is_kept"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+    ids=["failed", "ended well", "another cluster"],
+)
+def test_only_a_failed_launch_on_a_cluster_of_its_own_keeps_its_logs(
+    parent: Path, monkeypatch: pytest.MonkeyPatch, is_head: bool, of_failure: bool, is_kept: bool
+) -> None:
+    folder = ClusterFolder()
+    logs = folder.path / "session" / "logs"
+    logs.mkdir(parents=True)
+    node = SimpleNamespace(head=is_head, get_logs_dir_path=lambda: str(logs))
+    monkeypatch.setattr(_cluster, "connected_node", lambda: node)
+    monkeypatch.setattr(_cluster, "_started", (folder, None))
+    assert _cluster.log_folder(of_failure=of_failure) == str(logs)
+    monkeypatch.setattr(_cluster, "connected_node", lambda: None)
+    assert _cluster.log_folder(of_failure=True) == ""
+    folder.close()
+    clean_up(parent)
+    assert logs.exists() == is_kept

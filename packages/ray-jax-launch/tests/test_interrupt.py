@@ -49,7 +49,12 @@ def control() -> LocalControl:
 @pytest.mark.parametrize(("passed_s", "waits"), [(0.25, [0.75]), (7, [0.0])])
 @pytest.mark.parametrize("number", NUMBERS)
 def test_signals_of_the_same_stop_are_caught_until_a_second_has_passed(
-    control: LocalControl, clock: SimpleNamespace, number: signal.Signals, passed_s: float, waits: list[float]
+    control: LocalControl,
+    clock: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    number: signal.Signals,
+    passed_s: float,
+    waits: list[float],
 ) -> None:
     before = [signal.getsignal(one) for one in NUMBERS]
     interrupt = Interrupt(control)
@@ -65,6 +70,8 @@ def test_signals_of_the_same_stop_are_caught_until_a_second_has_passed(
         interrupt.restore()
     assert clock.waits == waits
     assert [signal.getsignal(one) for one in NUMBERS] == before
+    remedy = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+    assert caplog.messages == [f"interrupted: the workers save what they have{remedy}"]
 
 
 def test_a_launch_without_a_signal_ends_without_a_wait(control: LocalControl, clock: SimpleNamespace) -> None:

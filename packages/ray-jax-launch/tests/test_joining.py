@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -34,3 +35,15 @@ def test_a_process_joins_the_cluster_of_another_process() -> None:
 def test_without_a_cluster_there_is_nothing_to_join() -> None:
     with pytest.raises(LaunchError, match=r"no Ray cluster is connected\. Call connect\(\) first\."):
         joining_variables()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_only_a_cluster_on_the_loopback_address_is_joined_without_rays_look_at_the_address(
+    monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.7:6379"))
+    monkeypatch.setattr("ray_jax_launch._cluster.is_started_here", lambda: is_ours)
+    found = joining_variables()
+    assert found.pop("RAY_ADDRESS") == "10.0.0.7:6379"
+    assert [*found.values()] == ["0"] * is_ours

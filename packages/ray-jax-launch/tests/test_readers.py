@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +15,12 @@ from ray_jax_launch import (
     DeletedCheckpointError,
     LaunchError,
     MismatchedCheckpointError,
+    checkpoint_steps,
     intact_step,
     latest_step,
     newest_metadata,
 )
+from ray_jax_launch._checkpoint import checkpoints as checkpoints_module
 from ray_jax_launch._checkpoint.folder_store import FolderStore
 
 WRITER = """
@@ -134,3 +137,38 @@ def test_the_run_itself_can_restore_its_newest_checkpoint(place):
         assert (found.step, found.metadata) == (3, {"step": 3})
     with Checkpoints(place, read_only=True) as checkpoints, pytest.raises(MismatchedCheckpointError):
         checkpoints.restore_latest({"opt_state": LIKE})
+
+
+def test_processes_that_read_together_take_the_list_of_the_first_one(place, monkeypatch, caplog):
+    """They see what a run has saved since they were opened, and skip what is damaged. This process is one of two."""
+    inside: list[int] = []
+
+    def in_the_first_one(compute, leader=0):
+        inside.append(leader)
+        try:
+            return compute()
+        finally:
+            inside.pop()
+
+    two = SimpleNamespace(process_count=lambda: 2, process_index=lambda: 0)
+    with Checkpoints(place, num_to_keep=None) as run, monkeypatch.context() as patch:
+        patch.setattr(checkpoints_module, "from_leader", in_the_first_one)
+        with Checkpoints(place, read_only=True) as reader:
+            patch.setattr(checkpoints_module, "jax", two)
+            store, steps = reader._store, reader._store.steps
+            patch.setattr(store, "steps", lambda: steps() if inside else pytest.fail("each process has its own list"))
+            assert reader.restore_latest({"params": LIKE}) is None
+            for step in (1, 2, 3):
+                run.save(step, {"params": LIKE}, metadata={"step": step})
+            run.wait()
+            assert reader.restore_step(2, {"params": LIKE}).metadata == {"step": 2}
+            found = reader.restore_latest({"params": LIKE})
+            assert found is not None
+            assert (found.step, found.metadata) == (3, {"step": 3})
+            damage = store.find_damage
+            patch.setattr(store, "find_damage", lambda step, share: "broken" if step == 3 else damage(step, share))
+            found = reader.restore_latest({"params": LIKE})
+            assert found is not None
+            assert (found.step, found.metadata) == (2, {"step": 2})
+    assert f"checkpoint 3 in {place} is damaged (broken): going back to checkpoint 2" in caplog.messages
+    assert checkpoint_steps(place) == [1, 2, 3]

@@ -26,7 +26,8 @@ from ray_jax_launch import (
     cpu,
 )
 from ray_jax_launch._control.control_actor import LocalControl
-from ray_jax_launch._train.failures import ForwardReports, Preempted, first_failure, note_traceback, to_raise
+from ray_jax_launch._control.events import Restarting
+from ray_jax_launch._train.failures import ForwardReports, Preempted, Resized, first_failure, note_traceback, to_raise
 from ray_jax_launch._train.restart_policy import RestartPolicy, restart_without_controller
 
 RETRY, RAISE = FailureDecision.RETRY, FailureDecision.RAISE
@@ -198,3 +199,87 @@ def test_a_report_is_that_of_rank_0_and_counts_its_checkpoint(checkpoint: Any, n
     ForwardReports(control).after_report(None, [{"rank": 0, "loss": 2.0}, {"rank": 1}, {"rank": 2}], checkpoint)
     state = control.state.remote()
     assert (state.latest, state.num_reported) == ({"rank": 0, "loss": 2.0}, num_reported)
+
+
+NOT_STARTED = ControllerError(WorkerGroupStartupFailedError("ray said:\n  a taken port\n"))
+ON_OTHERS = "a node is preempted; the workers start again on the others"
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason", "text", "consequence"),
+    [
+        (WorkerGroupError("", {2: raised(OSError("stale"))}), "failure", "worker 2 failed: OSError: stale", None),
+        (DIED, "failure", "worker 0 died, or no longer answers", None),
+        (NOT_STARTED, "failure", "the workers could not start:   a taken port", None),
+        (PREEMPTED, "preemption", "a node is preempted", "the workers start again on the others"),
+        (
+            PreemptionError(PreemptionInfo(None, {"a node": [0]})),
+            "preemption", "a node is preempted", "the workers start again on the others",
+        ),
+        (
+            WorkerGroupError("", {0: Resized("saved at step 3")}),
+            "resize", "the cluster has room for another number of workers",
+            "the workers start again, from where they were",
+        ),
+    ],
+    ids=["raised", "died", "not started", "preempted", "node preempted", "resized"],
+)  # fmt: skip
+@pytest.mark.parametrize(("limit", "of"), [(7, " of at most 7 without a new checkpoint"), (-1, "")])
+def test_each_restart_is_told_with_its_reason_and_the_number_of_failures(
+    failure: TrainingFailedError, reason: Any, text: str, consequence: str | None, limit: int, of: str
+) -> None:
+    control = LocalControl()
+    policy = RestartPolicy(control, max_failures=limit, wait_for_resources_s=0)
+    for number in (1, 2):
+        assert policy.make_decision(failure) == RETRY
+        collected, count = control.collect.remote(), number if reason == "failure" else 0
+        assert collected.events == [Restarting(reason, text, count)]
+        last = consequence or f"the workers start again (failure {number}{of})"
+        assert [line for _, line in collected.lines] == [f"{text}; {last}"]
+
+
+@pytest.mark.parametrize(
+    ("config", "of"), [(FailureConfig(2), " of at most 2 without a new checkpoint"), (FailureConfig(-1), "")]
+)
+def test_a_restart_after_the_death_of_rays_controller_is_told(
+    caplog: pytest.LogCaptureFixture, config: FailureConfig, of: str
+) -> None:
+    control, what = LocalControl(), "Ray Train's controller died"
+    for number in (1, 2):
+        assert restart_without_controller(control, config)
+        assert control.collect.remote().events == [Restarting("failure", what, number)]
+        assert caplog.messages[-1] == f"{what}; the workers start again (failure {number}{of})"
+
+
+HANG = "no step for 61 s after step 503 (usual: 0.4 s): worker 1 does not answer"
+
+
+class HangingControl(LocalControl):
+    """A control whose watchdog has killed the newest group."""
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return HANG if name == "end_group" else super()._call(name, *args, **kwargs)
+
+
+def test_a_hang_is_the_cause_of_a_failure_and_never_the_same_one_again() -> None:
+    control = HangingControl()
+    policy, failure = RestartPolicy(control, max_failures=2, wait_for_resources_s=0), raised(KeyError("a"))
+    killed = WorkerGroupError("", {0: failure, 1: died(ActorDiedError())})
+    for number in (1, 2):
+        assert policy.make_decision(killed) == RETRY
+        collected = control.collect.remote()
+        assert collected.events == [Restarting("failure", HANG, number)]
+        last = f"the workers start again (failure {number} of at most 2 without a new checkpoint)"
+        assert [line for _, line in collected.lines] == [f"{HANG}; {last}"]
+    assert policy.make_decision(killed) == RAISE
+    assert [line for _, line in control.collect.remote().lines] == [f"{HANG}; the workers do not start again"]
+
+
+def test_a_hang_after_the_end_of_the_work_is_told_and_fails_nothing() -> None:
+    control = HangingControl()
+    policy = RestartPolicy(control, max_failures=2, wait_for_resources_s=0)
+    control.finish.remote(7)
+    assert policy.make_decision(DIED) == RAISE  # the launch returns the result
+    collected = control.collect.remote()
+    assert ([line for _, line in collected.lines], collected.events) == ([HANG], [])
+    assert control.count_failure.remote() == 1

@@ -210,11 +210,12 @@ def test_a_save_and_the_end_of_a_loop_take_an_hour_between_two_signs_of_life(tim
     assert group.watchdog.end_group().endswith("(usual: 0.4 s), although all workers answer")
 
 
-def test_a_restore_before_the_first_step_that_hangs_is_named_without_a_step():
+@pytest.mark.parametrize(("step", "after"), [(-1, ""), (0, " after step 0 (usual: 0.4 s)")])
+def test_a_restore_before_the_first_step_that_hangs_is_named_without_a_step(step, after):
     group = Group(handles=("a",))
-    group.steps, group.is_training, group.must_end = [-501], [False], True
+    group.steps, group.is_training, group.must_end = [step - 500], [False], True
     assert group.live(4000) is not None
-    assert group.watchdog.end_group() == "no step for 3601 s, although all workers answer"
+    assert group.watchdog.end_group() == f"no step for 3601 s{after}, although all workers answer"
 
 
 def test_a_worker_without_a_first_step_is_no_hang():
@@ -274,6 +275,23 @@ def test_an_ended_group_is_no_hang_and_its_late_beats_change_nothing():
     assert group.live(30, advancing=(0, 1, 2)) is None
     group.silent = {0}
     assert group.live(100) is not None
+
+
+@pytest.mark.parametrize("num_workers", [1, 5])
+def test_a_group_that_starts_again_with_another_number_of_workers_is_watched(num_workers):
+    """Nobody says that the first group has ended: the control actor may have died in between."""
+    group = Group()
+    group.live(30, advancing=(0, 1, 2))
+    group.group, group.handles = "second", tuple("vwxyz"[:num_workers])
+    group.steps, group.is_training = [0] * num_workers, [True] * num_workers
+    assert group.live(30, advancing=tuple(range(num_workers))) is None
+    group.silent = {0}
+    noticed = group.live(100)
+    assert noticed is not None
+    assert noticed[1].handles == [*group.handles]
+    late = Beat(99, 99, True, 0.4)
+    assert not group.watchdog.beat("first", 3, 1, late, "b")  # it is told nothing, and asked for nothing
+    assert group.watchdog.end_group().endswith(" after step 530 (usual: 0.4 s): worker 0 does not answer")
 
 
 def test_many_different_stacks_are_cut():

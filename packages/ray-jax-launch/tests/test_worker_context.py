@@ -1,5 +1,6 @@
 """A loop in a worker of a group, without a cluster: the worker is this process."""
 
+import contextlib
 import logging
 import sys
 import threading
@@ -13,7 +14,15 @@ import pytest
 from ray.experimental.tqdm_ray import RAY_TQDM_MAGIC
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 
-from ray_jax_launch import LaunchError, log_metrics, log_to_driver, mark_finished, stop_requested
+from ray_jax_launch import (
+    LaunchError,
+    log_metrics,
+    log_to_driver,
+    mark_finished,
+    stop_pending,
+    stop_requested,
+    watch_steps,
+)
 from ray_jax_launch._control.control_actor import LocalControl, StopRequest
 from ray_jax_launch._control.session import Session, current_session
 from ray_jax_launch._train import worker_context
@@ -130,6 +139,15 @@ class Poller:
         self.acknowledged, self.step = acknowledged, 9
 
 
+@pytest.fixture
+def barriers(monkeypatch: pytest.MonkeyPatch, session: Session) -> list[bool]:
+    """For each wait for the other ranks, whether the driver knows that the loop has returned."""
+    found: list[bool] = []
+    state = session.control.state.remote
+    monkeypatch.setattr("ray.train.collective.barrier", lambda: found.append(state().is_acknowledged))
+    return found
+
+
 @pytest.mark.parametrize(
     ("reason", "acknowledged", "error"),
     [
@@ -142,8 +160,8 @@ class Poller:
         ("resize", False, None),
     ],
 )
-def test_only_a_loop_that_has_seen_the_request_ends_by_it(
-    session: Session, reason: str | None, acknowledged: bool, error: type[Exception] | None
+def test_only_a_loop_that_has_seen_the_request_ends_by_it_once_all_ranks_have_saved(
+    session: Session, barriers: list[bool], reason: str | None, acknowledged: bool, error: type[Exception] | None
 ) -> None:
     def loop() -> int:
         current_session().poller = Poller(reason, acknowledged=acknowledged)  # pyright: ignore[reportAttributeAccessIssue]
@@ -155,18 +173,23 @@ def test_only_a_loop_that_has_seen_the_request_ends_by_it(
         with pytest.raises(error, match="saved at step 9"):
             run_loop(loop, session)
     assert session.control.state.remote().is_acknowledged == (acknowledged and reason == "interrupt")
+    assert barriers == ([] if error is None else [False])
 
 
 def test_a_failed_save_is_raised_once_and_the_next_one_later(session: Session) -> None:
     session.failed_saves += [OSError("the first"), OSError("the second")]
 
+    raised: list[str] = []
+
     def loop() -> int:
         for _ in range(2):
-            with pytest.raises(OSError, match="the "):
+            with pytest.raises(OSError, match="the ") as failed:
                 stop_requested(1)
+            raised.append(str(failed.value))
         return stop_requested(1)
 
     assert run_loop(loop, session) is False
+    assert sorted(raised) == ["the first", "the second"]
 
 
 @pytest.mark.parametrize(
@@ -267,3 +290,59 @@ def test_the_session_of_a_loop_is_its_own(session: Session) -> None:
     find: Callable[[], Session] = current_session
     assert run_loop(find, session) is session
     assert not session.gauges
+
+
+def test_the_executors_of_ray_data_call_as_seldom_as_the_group_is_large(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(worker_context, "limit_data_calls", sizes.append)
+    run_loop(lambda: None, session)
+    assert sizes == [3]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_watchdog_hears_of_computed_steps_of_other_work_and_of_the_end(session: Session, fails: bool) -> None:
+    session.is_watched, ready = True, set[int]()
+    told: list[Any] = []
+
+    def loop() -> None:
+        heartbeat: Any = current_session().heartbeat
+        for step in (7, 9):
+            array: Any = SimpleNamespace(is_ready=lambda step=step: step in ready)
+            assert not stop_requested(step, array)
+        for changes in (ready.clear, lambda: ready.add(7), lambda: watch_steps(False), lambda: watch_steps(True)):
+            changes()
+            told.append(heartbeat.read()[:3])
+        assert not stop_requested(11)  # without an array, the step counts as computed
+        ready.add(9)
+        told.append(heartbeat.read()[:3])
+        if fails:
+            raise KeyError("no such thing")
+
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        run_loop(loop, session)
+    assert told == [(0, -1, True), (1, 7, True), (1, 7, False), (1, 7, True), (3, 11, True)]
+    (worker,) = session.control._actor._watchdog._workers.values()
+    assert (worker.beat.has_ended, worker.beat.num_computed) == (True, 3)
+
+
+def test_without_a_watchdog_there_is_no_heartbeat(session: Session) -> None:
+    run_loop(lambda: watch_steps(False), session)
+    assert session.heartbeat is None
+
+
+def test_a_pending_stop_is_known_without_an_answer_to_it(session: Session) -> None:
+    request = session.control.request_stop.remote
+    found: list[bool] = []
+
+    def loop() -> None:
+        found.append(stop_pending())  # before the first step
+        assert not stop_requested(3)
+        found.append(stop_pending())
+        request("failure", "the disk is full")
+        found.extend(stop_pending() for _ in range(2))
+
+    run_loop(loop, session)
+    assert found == [False, False, True, True]
+    assert not session.control.state.remote().is_acknowledged
