@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.train import DataConfig
 
 from ray_jax_launch import RankedDataConfig, cpu
+from ray_jax_launch._ray_internals import ray_train
 from ray_jax_launch._ray_internals.ray_train import limit_data_calls
 from ray_jax_launch._train import datasets
 
@@ -113,6 +114,43 @@ def test_the_executor_of_one_of_many_workers_calls_the_actors_of_ray_data_less_o
     limit_data_calls(1)
     few, many = found[1], found[0]
     assert few < many / 2
+
+
+# Ray's own config still sets the option that it deprecates.
+@pytest.mark.filterwarnings("ignore:`ExecutionOptions.exclude_resources`")
+@pytest.mark.parametrize("of_config", [False, True])
+def test_the_order_of_a_dataset_is_kept_if_its_own_options_or_the_config_ask_for_it(of_config: bool) -> None:
+    options = ray.data.ExecutionOptions(preserve_order=of_config)
+    rows = {name: Rows(3) for name in ("asks", "does not ask")}
+    rows["asks"].context.execution_options.preserve_order = True
+    config = DataConfig(execution_options=options)
+    for _ in range(2):
+        kept = ray_train.keeping_order(config, rows)
+        found = {name: kept._resolve_execution_options(name).preserve_order for name in rows}
+        assert found == {"asks": True, "does not ask": of_config}
+    assert config._resolve_execution_options("asks").preserve_order == of_config  # the user's own is left as it is
+
+
+@pytest.mark.parametrize(
+    ("num_executors", "limits_s", "metrics_s", "request_s"),
+    [(1, 1.0, 5.0, 10.0), (20, 1.0, 5.0, 10.0), (60, 3.0, 6.0, 10.0), (400, 20.0, 40.0, 20.0), (9000, 450, 900, 90.0)],
+)
+def test_executors_call_each_actor_20_times_a_second_and_renew_their_requests_before_they_expire(
+    num_executors: int, limits_s: float, metrics_s: float, request_s: float
+) -> None:
+    """A request of Ray Data's autoscaler expires after 180 s."""
+    try:
+        limit_data_calls(num_executors)
+        defaults: Any = ray_train.RateBasedClusterAutoscaler.__init__.__kwdefaults__
+        found = (
+            ray_train.ResourceManager.GLOBAL_LIMITS_UPDATE_INTERVAL_S,
+            ray_train.StreamingExecutor.UPDATE_METRICS_INTERVAL_S,
+            ray_train.BatchIterator.UPDATE_METRICS_INTERVAL_S,
+            defaults["min_gap_between_autoscaling_requests_s"],
+        )
+        assert found == (limits_s, metrics_s, metrics_s, request_s)
+    finally:
+        limit_data_calls(1)
 
 
 class Rows:

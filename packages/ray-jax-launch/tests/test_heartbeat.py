@@ -129,3 +129,17 @@ def test_the_first_step_and_the_end_are_told_at_once_and_other_work_soon(
     assert calls[-1] == "now"
     beat = control._actor._watchdog._workers[0].beat
     assert (beat.has_ended, beat.step, beat.num_computed) == (True, 2, 2)
+
+
+def test_a_worker_of_a_large_group_has_its_own_turns_and_tells_who_it_is(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    turns: Any = SimpleNamespace(call_now=lambda: None, call_soon=lambda: None)
+    monkeypatch.setattr(heartbeat_module, "turns_of_process", lambda *args: given.append(args) or turns)
+    control = LocalControl()
+    Heartbeat(control, "group", 1000, 7, "an actor").end()
+    assert given == [("heartbeat", 7, 1000, 1.0)]
+    watchdog = control._actor._watchdog
+    assert (watchdog._group, watchdog._size) == ("group", 1000)
+    assert {rank: worker.handle for rank, worker in watchdog._workers.items()} == {7: "an actor"}

@@ -1,10 +1,45 @@
 """Restores of sharded items from object storage: the archives that each node downloads."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
 import pytest
 from pyarrow.fs import FileSelector
 
-from ray_jax_launch._checkpoint.pytree import _chunks
+from ray_jax_launch._checkpoint.pytree import _chunks, needed_files
 from ray_jax_launch._storage import join_path, open_uri
+
+
+class Device(NamedTuple):
+    number: int
+    process_index: int
+
+
+def split(**slices: slice) -> Any:
+    """An array of 6 rows and 4 columns of which the processes 0, 1, ... hold some rows each."""
+    indices = {Device(rank, rank): (rows, slice(None)) for rank, rows in enumerate(slices.values())}
+    return SimpleNamespace(shape=(6, 4), sharding=SimpleNamespace(devices_indices_map=lambda shape: indices))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows"), [([0], [0, 1]), ([1], [1, 2]), ([2], [2]), ([0, 2], [0, 1, 2]), ([1, 2], [1, 2])]
+)
+def test_the_processes_of_a_node_need_the_chunks_of_all_their_shards(
+    tmp_path: Path, ranks: list[int], rows: list[int]
+) -> None:
+    for leaf, shape, chunks in (("w", [6, 4], [2, 2]), ("host", [6, 4], [3, 4]), ("count", [], [])):
+        folder = tmp_path / "items" / f"params.h.{leaf}"
+        folder.mkdir(parents=True)
+        (folder / ".zarray").write_text(json.dumps({"shape": shape, "chunks": chunks}))
+    of_w = {f"items/params.h.w/{row}.{column}" for row in rows for column in (0, 1)}
+    of_all = {"items/params.h.host/0.0", "items/params.h.host/1.0", "items/params.h.count/0"}
+    w = split(a=slice(0, 3), b=slice(2, 6), c=slice(4, 5))
+    like = {"params": {"h": {"w": w, "host": np.zeros((6, 4)), "count": 7, "missing": np.zeros(3)}}}
+    assert needed_files(tmp_path, like, ranks) == of_w | of_all
+
 
 # Two processes save an item of which each holds a half, and restore it with the axes of the mesh given by an argument.
 SHARDS = """

@@ -11,6 +11,7 @@ from ray_jax_launch import StopRequestedError
 from ray_jax_launch._control import stop_poller
 from ray_jax_launch._control.control_actor import ControlActor, LocalControl, StopRequest
 from ray_jax_launch._control.stop_poller import StopPoller
+from ray_jax_launch._control.turns import turns_of_process
 
 GROUP = "ab" * 16
 MEMBER = GROUP, 3, 2
@@ -53,6 +54,14 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 def poll(control: Control, rank: int, next_step: int | None = None) -> Any:
     return control.poll.remote(GROUP, 3, rank, request=None, next_step=next_step)
+
+
+def test_a_rank_asks_in_its_own_turns_and_names_its_actor(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(stop_poller, "turns_of_process", lambda *args: given.append(args) or turns_of_process(*args))
+    StopPoller(control, *MEMBER, "an actor")
+    assert given == [("poller", 2, 3, 0.01)]
+    wait_until(lambda: control._actor._groups[GROUP].handles == {2: "an actor"})
 
 
 def test_a_noticed_preemption_stops_all_ranks_at_the_step_that_no_rank_has_passed(
