@@ -16,6 +16,7 @@ from ray_jax_launch import (
     Checkpoints,
     LaunchError,
     MismatchedCheckpointError,
+    SavedCheckpoint,
     checkpoint_steps,
     intact_step,
     latest_step,
@@ -272,7 +273,18 @@ def test_a_reader_changes_nothing(tmp_path, tree):
     (tmp_path / "20.orbax-checkpoint-tmp").mkdir()
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         checkpoints.restore(10, {"params": tree})
+    SavedCheckpoint(tmp_path, 10).restore({"params": tree})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20.orbax-checkpoint-tmp"]
+
+
+def test_the_checkpoint_of_a_result_is_read_from_any_storage(place, tree):
+    with Checkpoints(place, num_to_keep=None) as checkpoints:
+        for step in (7, 9):
+            checkpoints.save(step, {"params": {"n": step}}, metadata={})
+    found = SavedCheckpoint(place, 7)
+    assert (found.step, found.folder, found.restore({"params": {"n": 0}})) == (7, place, {"params": {"n": 7}})
+    path = str(place / "7") if isinstance(place, Path) else f"{place.removeprefix('s3://')}/7"
+    assert (found.path, found.filesystem.type_name) == (path, "local" if isinstance(place, Path) else "s3")
 
 
 def test_only_a_writer_tells_the_launch_its_newest_checkpoint(place, tree):
