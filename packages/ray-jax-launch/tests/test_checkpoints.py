@@ -1,9 +1,12 @@
+import contextlib
 import functools
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ from ray_jax_launch import (
     intact_step,
     latest_step,
 )
+from ray_jax_launch._checkpoint import checkpoints as checkpoints_module
 from ray_jax_launch._checkpoint.catalog import unsaved
 from ray_jax_launch._checkpoint.pytree import to_restore
 from ray_jax_launch._checkpoint.save_events import notify_of_saves
@@ -275,6 +279,39 @@ def test_a_reader_changes_nothing(tmp_path, tree):
         checkpoints.restore(10, {"params": tree})
     SavedCheckpoint(tmp_path, 10).restore({"params": tree})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20.orbax-checkpoint-tmp"]
+
+
+def test_each_call_that_may_take_long_is_work_that_must_end(tmp_path, tree, monkeypatch):
+    open_blocks, told = [], []
+
+    @contextlib.contextmanager
+    def saving():
+        open_blocks.append(1)
+        yield
+        open_blocks.pop()
+
+    def note(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: (told.append((name, bool(open_blocks))), function(*args))[1])
+
+    heartbeat = SimpleNamespace(saving=saving)
+    monkeypatch.setattr("ray_jax_launch._control.session._session", SimpleNamespace(heartbeat=heartbeat))
+    with Checkpoints(tmp_path) as checkpoints:
+        note(checkpoints._writer, "begin")
+        checkpoints.save(10, {"params": tree}, metadata={})
+        assert not open_blocks
+        pending = checkpoints._pending
+        assert pending is not None
+        done: Any = SimpleNamespace(exception=pending.done.exception)
+        note(done, "exception")
+        checkpoints._pending = pending._replace(done=done)
+        checkpoints.wait()
+        note(checkpoints._writer, "restore")
+        checkpoints.restore(10, {"params": tree})
+        checkpoints.restore_latest({"params": tree})
+        note(checkpoints_module, "complete")
+    assert told == [(name, True) for name in ("begin", "exception", "restore", "restore", "complete")]
+    assert not open_blocks
 
 
 def test_the_checkpoint_of_a_result_is_read_from_any_storage(place, tree):

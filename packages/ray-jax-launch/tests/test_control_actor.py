@@ -19,6 +19,7 @@ from ray_jax_launch._control.control_actor import (
 )
 from ray_jax_launch._control.events import Restarting, WaitingForNodes
 from ray_jax_launch._control.forwarding import forwarding, showing_info
+from ray_jax_launch._control.watchdog import Beat, Watchdog
 
 INTERRUPT, PREEMPTION, RESIZE = StopRequest("interrupt"), StopRequest("preemption"), StopRequest("resize")
 
@@ -104,6 +105,26 @@ def test_the_workers_of_a_large_group_are_asked_to_poll_only_when_there_is_an_an
         assert poll(rank, worker, next_step=rank) == (INTERRUPT, 999 if rank == 999 else None)
     # The last one has the answer already.
     assert [worker.asked for worker in workers] == [["poller"] * 2] * 999 + [["poller"]]
+
+
+def test_workers_that_hang_are_asked_for_their_stacks_and_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, killed, lines, workers = 1000.0, list[Any](), list[tuple[int, str]](), [Worker() for _ in range(2)]
+    monkeypatch.setattr("ray.kill", killed.append)
+    control = ControlActor(hang_timeout_s=60.0)
+    control._watchdog = Watchdog(60.0, lambda: now_s)
+    beat = partial(control.beat, "group", 2, beat=Beat(3, 7, True, 0.4))
+    assert not beat(rank=1, handle=workers[1])  # it is stopped after this
+    for second in range(90):
+        if beat(rank=0, handle=workers[0]):
+            control.add_stack("group", 0, "loop of 0\n", is_in_debugger=False)
+        now_s += 1.0
+        lines += control.collect().lines
+        assert (killed != []) == (second >= 60)
+    assert (len(killed), {*killed}) == (2, {*workers})
+    assert [worker.asked for worker in workers] == [["heartbeat"]] * 2
+    assert lines == [(logging.WARNING, "stack of worker 0:\nloop of 0")]
+    assert control.end_group().endswith(" after step 7 (usual: 0.4 s): worker 1 does not answer")
+    assert control.end_group() == ""
 
 
 def test_the_others_are_asked_to_poll_when_one_rank_notices_a_preemption() -> None:
