@@ -320,6 +320,7 @@ def test_the_checkpoint_of_a_result_is_read_from_any_storage(place, tree):
             checkpoints.save(step, {"params": {"n": step}}, metadata={})
     found = SavedCheckpoint(place, 7)
     assert (found.step, found.folder, found.restore({"params": {"n": 0}})) == (7, place, {"params": {"n": 7}})
+    assert found.filesystem is not None
     path = str(place / "7") if isinstance(place, Path) else f"{place.removeprefix('s3://')}/7"
     assert (found.path, found.filesystem.type_name) == (path, "local" if isinstance(place, Path) else "s3")
 

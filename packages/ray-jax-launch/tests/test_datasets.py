@@ -141,11 +141,12 @@ def test_executors_call_each_actor_20_times_a_second_and_renew_their_requests_be
     """A request of Ray Data's autoscaler expires after 180 s."""
     try:
         limit_data_calls(num_executors)
-        defaults: Any = ray_train.RateBasedClusterAutoscaler.__init__.__kwdefaults__
+        internals: Any = ray_train
+        defaults = internals.RateBasedClusterAutoscaler.__init__.__kwdefaults__
         found = (
-            ray_train.ResourceManager.GLOBAL_LIMITS_UPDATE_INTERVAL_S,
-            ray_train.StreamingExecutor.UPDATE_METRICS_INTERVAL_S,
-            ray_train.BatchIterator.UPDATE_METRICS_INTERVAL_S,
+            internals.ResourceManager.GLOBAL_LIMITS_UPDATE_INTERVAL_S,
+            internals.StreamingExecutor.UPDATE_METRICS_INTERVAL_S,
+            internals.BatchIterator.UPDATE_METRICS_INTERVAL_S,
             defaults["min_gap_between_autoscaling_requests_s"],
         )
         assert found == (limits_s, metrics_s, metrics_s, request_s)
