@@ -135,14 +135,27 @@ def test_dropped_weights_keep_their_expectation():
 
 def test_no_two_rows_of_weights_drop_the_same():
     """The values are unit vectors, which show the weights. 128 positions are two blocks of queries."""
-    q = k = jnp.zeros((1, 128, 1, 128))
-    v = jnp.eye(128)[None, :, None]
+    q = k = jnp.zeros((2, 128, 2, 128))
+    v = jnp.broadcast_to(jnp.eye(128)[None, :, None], q.shape)
     drop = jax.jit(lambda q, k, v, key: causal_attention(q, k, v, dropout_rate=0.5, dropout_key=key))
-    weights = drop(q, k, v, jax.random.key(0))[0, :, 0]
-    is_kept = np.asarray(weights) > 0
+    weights = np.asarray(drop(q, k, v, jax.random.key(0)))
+    masks = [weights[sequence, :, head] > 0 for sequence in range(2) for head in range(2)]
     for row in range(40, 128):  # the first rows are too short to be certain to differ
-        same = (is_kept[row + 1 :, : row + 1] == is_kept[row, : row + 1]).all(axis=1)
-        assert not same.any(), f"row {row} and row {row + 1 + int(same.argmax())}"
+        others = np.concatenate([masks[0][row + 1 :], *(mask[row:] for mask in masks[1:])])
+        same = (others[:, : row + 1] == masks[0][row, : row + 1]).all(axis=1)
+        assert not same.any(), f"row {row} and another one"
+
+
+def test_weights_are_dropped_within_segments():
+    """The values are unit vectors, which show the weights. 100 positions are two blocks of queries."""
+    q, k, _ = heads(100, head_dim=100)
+    v = jnp.broadcast_to(jnp.eye(100)[None, :, None], q.shape)
+    ids = segments(100)
+    expected = plain(q, k, v, np.asarray(ids))
+    dropped = causal_attention(q, k, v, segment_ids_BT=ids, dropout_rate=0.1, dropout_key=jax.random.key(0))
+    is_kept = np.asarray(dropped) > 0
+    np.testing.assert_allclose(dropped, np.where(is_kept, expected / 0.9, 0), atol=1e-6)
+    assert is_kept.sum() / (expected > 0).sum() == pytest.approx(0.9, abs=0.03)
 
 
 # Interpret mode on four devices: each has half of the rows and one of two heads.

@@ -89,6 +89,7 @@ def test_kept_elements_in_bfloat16_are_scaled_without_rounding_the_scale():
     dropped = dropout(x, 0.1, jax.random.key(1))
     assert dropped.dtype == jnp.bfloat16
     assert slope(dropped, x) == pytest.approx(1 / 0.9, rel=2e-4)
+    assert float((dropped != 0).mean()) == pytest.approx(0.9, abs=0.006)  # six standard deviations
 
 
 def test_kept_attention_weights_in_bfloat16_are_scaled_without_rounding_the_scale():
@@ -98,6 +99,7 @@ def test_kept_attention_weights_in_bfloat16_are_scaled_without_rounding_the_scal
     dropped = causal_attention(q, k, v, dropout_rate=0.1, dropout_key=jax.random.key(1))
     weights = causal_attention(q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32))
     assert slope(dropped, weights) == pytest.approx(1 / 0.9, rel=2e-4)
+    assert float((dropped != 0).sum() / (weights != 0).sum()) == pytest.approx(0.9, abs=0.006)
 
 
 def test_each_step_has_its_own_key(dropping):
