@@ -8,22 +8,38 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, GPT2Config, causal_attention
+from nnx_gpt2 import GPT2, GPT2Config, causal_attention, make_mesh, replicated
 from nnx_gpt2._embedding import add_positions, lookup
+from nnx_gpt2._generate import _decode, _prefill
 from nnx_gpt2._linear import Linear
 from nnx_gpt2._loss import _losses_by_chunk, _mean_head_loss
+from nnx_gpt2._model import _Norm
+from nnx_gpt2._target import compiled_for
 
 CONFIG = GPT2Config(
     vocab_size=128, seq_len=512, num_layers=1, num_heads=1, embed_dim=16, dtype="bfloat16", loss_chunk_tokens=1
 )
 
 
-def test_the_gradient_of_an_embedding_counts_beyond_256_tokens():
-    """In bfloat16, 256 + 1 is 256."""
-    table, tokens = jnp.zeros((128, 4)), jnp.full((2, 500), 3)
-    grad = jax.grad(lambda table: jnp.sum(lookup(table, tokens, "bfloat16")[0], dtype=jnp.float32))(table)
+def gradient(of, table, mesh):
+    """Return the gradient of the sum of a function of a table, on one device or over a mesh."""
+
+    def total(table):
+        with compiled_for(mesh):
+            return jnp.sum(of(table), dtype=jnp.float32)
+
+    return jax.jit(jax.grad(total), out_shardings=None if mesh is None else replicated(mesh))(table)
+
+
+MESHES = pytest.mark.parametrize("mesh", [None, make_mesh(fsdp=2, tensor=2)], ids=["one", "mesh"])
+
+
+@MESHES
+def test_the_gradient_of_an_embedding_counts_beyond_256_tokens(mesh):
+    """In bfloat16, 256 + 1 is 256, and the 515 tokens of a device are 516."""
+    grad = gradient(lambda table: lookup(table, jnp.full((4, 515), 3), "bfloat16")[0], jnp.zeros((128, 4)), mesh)
     assert grad.dtype == jnp.float32
-    np.testing.assert_array_equal(grad, np.where(np.arange(128)[:, None] == 3, 1000.0, 0.0) * np.ones(4))
+    np.testing.assert_array_equal(grad, np.where(np.arange(128)[:, None] == 3, 2060.0, 0.0) * np.ones(4))
 
 
 @pytest.mark.parametrize(("grad_dtype", "expected"), [("float32", 515), ("bfloat16", 516)])
@@ -38,10 +54,25 @@ def test_the_gradient_of_a_kernel_is_not_rounded_unless_asked(out_dims, grad_dty
     np.testing.assert_array_equal(grads["bias"][...], 515)
 
 
-def test_the_gradient_of_a_position_is_not_rounded():
-    x, table = jnp.zeros((515, 2, 4), jnp.bfloat16), jnp.zeros((3, 4))
-    grad = jax.grad(lambda table: add_positions(x, table).astype(jnp.float32).sum())(table)
-    np.testing.assert_array_equal(grad, np.array([515.0, 515.0, 0.0])[:, None] * np.ones(4))
+@MESHES
+def test_the_gradient_of_a_position_is_not_rounded(mesh):
+    x = jnp.zeros((2060, 2, 4), jnp.bfloat16)
+    grad = gradient(lambda table: add_positions(x, table), jnp.zeros((3, 4)), mesh)
+    np.testing.assert_array_equal(grad, np.array([2060.0, 2060.0, 0.0])[:, None] * np.ones(4))
+
+
+def test_a_norm_of_a_bfloat16_model_rounds_its_result_alone():
+    """In bfloat16, 1.003 is 1, and 515 is 516."""
+    norm = _Norm(CONFIG, nnx.Rngs(0))
+    norm.scale[...] = jnp.full(16, 1.003)
+    x = (4 + jax.random.normal(jax.random.key(0), (515, 16))).astype(jnp.bfloat16)
+    centered = np.asarray(x, np.float64) - np.asarray(x, np.float64).mean(1, keepdims=True)
+    expected = centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * 1.003
+    found = norm(x)
+    assert found.dtype == jnp.bfloat16
+    assert (found == expected.astype(jnp.bfloat16)).mean() > 0.99
+    grads = nnx.grad(lambda norm: norm(x).astype(jnp.float32).sum())(norm)
+    np.testing.assert_array_equal(grads["bias"][...], 515)
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
@@ -68,6 +99,31 @@ def test_generation_begins_with_embeddings_of_the_type_of_the_residual_stream(st
     assert found.dtype == stream
     table, positions = model.wte.embedding[:3].astype("bfloat16"), model.wpe.embedding[:3]
     np.testing.assert_array_equal(found, table.astype(stream) + positions.astype(stream))
+    # Without its blocks, the model has the same stream.
+    for layer in (model.h[0].attn.c_proj, model.h[0].mlp.c_proj):
+        layer.kernel[...] = jnp.zeros_like(layer.kernel[...])
+    np.testing.assert_array_equal(model.final_activations(jnp.arange(3)[None]), model.ln_f(found))
+
+
+def test_generation_has_the_residual_stream_of_the_model():
+    """The prompt in the cache, and a token after it."""
+    types = {"dtype": "bfloat16", "residual_dtype": "float32"}
+    config = GPT2Config(vocab_size=65, seq_len=16, num_layers=4, num_heads=2, embed_dim=32, **types)
+    model = GPT2(config, rngs=nnx.Rngs(0))
+    narrow = GPT2(dataclasses.replace(config, residual_dtype=None), rngs=nnx.Rngs(0))
+    tokens, lengths = jax.random.randint(jax.random.key(1), (4, 16), 0, 65), jnp.full(4, 15)
+
+    @nnx.jit
+    def last_logits(model):
+        blocks = [model.block(i) for i in range(4)]
+        before, cache = _prefill(model, blocks, tokens[:, :15], lengths, 16)
+        after, _ = _decode(model, blocks, model.padded_logits, tokens[:, 15], lengths, cache)
+        return jnp.stack([before, after], axis=1)[..., :65]
+
+    expected, error = model(tokens)[:, 14:], {}
+    for name, other in (("float32", model), ("bfloat16", narrow)):
+        error[name] = np.abs(last_logits(other) - expected).mean(axis=(0, 2))
+    assert (3 * error["float32"] < error["bfloat16"]).all()
 
 
 def head_inputs(scale):
