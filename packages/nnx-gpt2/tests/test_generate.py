@@ -1,5 +1,6 @@
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,8 +10,19 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_gpt2 import GPT2, GPT2Config, abstract_train_state, create_train_state, generate, merge, split_params
-from nnx_gpt2._generate import _Draw, _draw_tokens, _draw_until, _Pace, _read, _tiles
+from nnx_gpt2 import (
+    GPT2,
+    GPT2Config,
+    abstract_train_state,
+    create_train_state,
+    generate,
+    make_mesh,
+    merge,
+    replicated,
+    split_params,
+)
+from nnx_gpt2._generate import _Draw, _draw_tokens, _draw_until, _gains_from_tiles, _Pace, _read, _tiles
+from nnx_gpt2._target import Target
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 
@@ -37,6 +49,26 @@ def test_greedy_is_the_likeliest_token_each_time_past_the_context_too(tiny, cont
             padded = jnp.asarray([seen + [0] * (context - len(seen))])
             text.append(int(logits(padded)[0, len(seen) - 1].argmax()))
         assert generate(model, [prompt], 30, temperature=0.0, use_cache=use_cache) == [text]
+
+
+def test_a_context_of_one_token_shows_the_last_token(tiny):
+    config = dataclasses.replace(tiny, num_layers=1, seq_len=1)
+    params = split_params(GPT2(config, rngs=nnx.Rngs(0)))
+    model = merge(config, jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape), params))
+    following = model(jnp.arange(65)[:, None])[:, 0].argmax(axis=-1)
+    text = generate(model, [[3]], 5, temperature=0.0)[0]
+    assert text[1:] == [int(following[token]) for token in text[:-1]]
+
+
+def test_the_cache_has_room_for_the_new_tokens_of_the_longest_text():
+    """50 positions, which is more than the smallest cache and less than the context."""
+    config = GPT2Config(vocab_size=65, seq_len=128, num_layers=1, num_heads=2, embed_dim=32)
+    params = split_params(GPT2(config, rngs=nnx.Rngs(0)))
+    model = merge(config, jax.tree.map(lambda x: x + 0.5 * jax.random.normal(jax.random.key(x.size), x.shape), params))
+    prompts = [[7], [*range(30)]]
+    assert generate(model, prompts, 20, temperature=0.0) == generate(
+        model, prompts, 20, temperature=0.0, use_cache=False
+    )
 
 
 def test_a_model_with_a_kernel_for_long_windows_continues_a_short_prompt(tiny):
@@ -96,6 +128,18 @@ def test_weights_in_tiles_have_the_same_greedy_tokens(tiny, monkeypatch, num_row
     assert len(copies) == (1 if 2 <= num_rows <= 16 else 0)
 
 
+def test_float32_models_on_one_cpu_alone_gain_from_tiles(tiny, monkeypatch):
+    tiny = dataclasses.replace(tiny, num_layers=1)
+    model = GPT2(tiny, rngs=nnx.Rngs(0))
+    assert _gains_from_tiles(model, 2)
+    for types in ({"dtype": "bfloat16"}, {"param_dtype": "bfloat16"}):
+        assert not _gains_from_tiles(GPT2(dataclasses.replace(tiny, **types), rngs=nnx.Rngs(0)), 2)
+    spread = jax.device_put(split_params(model), replicated(make_mesh()))
+    assert not _gains_from_tiles(merge(tiny, spread), 2)
+    monkeypatch.setattr("nnx_gpt2._generate.target_for", lambda x: Target(SimpleNamespace(platform="gpu"), 1))
+    assert not _gains_from_tiles(model, 2)
+
+
 def test_a_key_reproduces_the_draw(model):
     one = generate(model, PROMPTS, 10, key=jax.random.key(0))
     assert one == generate(model, PROMPTS, 10, key=jax.random.key(0))
@@ -127,6 +171,16 @@ def test_texts_stop_after_the_end_of_text(model, num_new):
     assert stopped[0] == whole[0][:7]
     cut = whole[1].index(end, 3) + 1 if end in whole[1][3:] else len(whole[1])
     assert stopped[1] == whole[1][:cut]
+
+
+def test_a_prompt_may_end_with_the_end_of_text(model):
+    """As a text that has no beginning does."""
+    prompts = [[1, 2, 64], [64, 3, 64]]
+    whole = generate(model, prompts, 12, key=jax.random.key(3))
+    stopped = generate(model, prompts, 12, key=jax.random.key(3), end_of_text=64)
+    for text, cut in zip(whole, stopped, strict=True):
+        assert cut == (text[: text.index(64, 3) + 1] if 64 in text[3:] else text)
+        assert len(cut) > 3
 
 
 def test_the_top_token_alone_is_greedy(model):
