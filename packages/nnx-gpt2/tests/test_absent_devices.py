@@ -1,0 +1,60 @@
+"""The arguments of the compilers of accelerators. `test_accelerators.py` runs the compilers."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from nnx_gpt2 import absent_devices, device_memory
+from nnx_gpt2._absent_devices import compiler_options
+
+
+@pytest.mark.parametrize(
+    ("kind", "gigabytes"), [("t4", 16), ("l4", 24), ("a100", 80), ("h100", 80), ("h200", 141), ("b200", 180)]
+)
+def test_gpus_have_the_memory_of_their_data_sheets(kind, gigabytes):
+    assert (
+        device_memory(f"gpu:8:{kind}") == device_memory(f"gpu:2x4:{kind}") == pytest.approx(gigabytes * 1e9, rel=0.08)
+    )
+    assert device_memory("tpu:v6e:4x4") is None
+
+
+def test_xla_does_not_time_kernels_on_a_gpu_that_is_not_here():
+    options = [compiler_options(SimpleNamespace(platform=platform)) for platform in ("gpu", "tpu", "cpu")]
+    assert options == [{"xla_gpu_autotune_level": 0}, None, None]
+    assert compiler_options(jax.devices()[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "topology"),
+    [
+        ("tpu:v5p:2x2x4", ("v5p:2x2x4", "tpu"), None),
+        ("gpu:8:a100", ("a100", "cuda"), "1x1x8"),
+        ("gpu:2x4:t4", ("t4", "cuda"), "1x2x4"),
+    ],
+)
+def test_a_compiler_is_told_the_topology_and_the_device(name, arguments, topology, monkeypatch):
+    """The variables of a TPU's host are set for the call, unless the user has set them."""
+    calls: list[Any] = []
+
+    def describe(*arguments, **options):
+        calls.append((arguments, options, {key: os.environ.get(key) for key in variables}))
+        return SimpleNamespace(devices=[1, 2])
+
+    variables = ("TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES")
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
+    assert absent_devices(name) == [1, 2]
+    ((found, options, environment),) = calls
+    assert found == arguments
+    assert environment == {"TPU_SKIP_MDS_QUERY": None if topology else "1", "TPU_WORKER_HOSTNAMES": "mine"}
+    assert "TPU_SKIP_MDS_QUERY" not in os.environ
+    if topology:
+        assert options["topology"] == topology
+        capability, model = {"a100": ("major: 8 minor: 0", "A100"), "t4": ("major: 7 minor: 5", "T4")}[arguments[0]]
+        assert capability in options["target_config"]
+        assert model in options["target_config"]
