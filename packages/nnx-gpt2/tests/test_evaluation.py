@@ -164,6 +164,7 @@ def test_choices_are_scored_by_sum_and_by_mean(model):
         Question(context="the cat sat", choices=("on the mat", "up", "in a hat", "down there"), answer=1),
         Question(context="a very long context that does not fit", choices=("yes", "no no no"), answer=0),
         Question(context="dogs", choices=("bark", "meow"), answer=0),
+        Question(context="a", choices=("b" * 15, "c"), answer=1),  # as long as the model's context, with the space
     ]
     right = right_norm = 0
     for question in questions:
@@ -180,8 +181,8 @@ def test_choices_are_scored_by_sum_and_by_mean(model):
         right_norm += int(np.argmax(means)) == question.answer
     seen = []
     found = evaluate_choices(model, questions, encode, progress=seen.append)
-    assert (found.accuracy, found.accuracy_norm, found.num_questions) == (right / 3, right_norm / 3, 3)
-    assert seen == [1, 2, 3]
+    assert (found.accuracy, found.accuracy_norm, found.num_questions) == (right / 4, right_norm / 4, 4)
+    assert seen == [1, 2, 3, 4]
 
 
 def test_the_choice_that_is_likeliest_by_its_own_tokens_wins(tiny):

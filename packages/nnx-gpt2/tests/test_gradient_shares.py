@@ -23,6 +23,7 @@ from nnx_gpt2 import (
     token_losses,
     tree_shardings,
 )
+from nnx_gpt2._gradient_shares import _repeated
 from nnx_gpt2._train_step import segments_of
 
 END = 7
@@ -114,3 +115,17 @@ def test_a_window_that_is_not_finite_has_no_share_and_does_not_hide_the_others(t
     nothing = gradient_shares(tiny, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params), WINDOWS)
     assert np.isnan(nothing.shares).all()
     assert nothing.norm == 0.0
+
+
+def test_a_gradient_of_zero_has_shares_of_zero(tiny):
+    """In a model of zeros, nothing reaches the parameters."""
+    found = gradient_shares(tiny, jax.tree.map(jnp.zeros_like, params_of(tiny)), WINDOWS)
+    np.testing.assert_allclose(found.losses, np.log(65), rtol=1e-6)
+    assert not found.shares.any()
+    assert found.norm == 0.0
+
+
+def test_each_process_passes_its_part_of_the_copies_of_a_window(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr("nnx_gpt2._gradient_shares.put_batch", lambda rows, mesh: rows)
+    np.testing.assert_array_equal(_repeated(WINDOWS[1], make_mesh()), WINDOWS[[1, 1]])

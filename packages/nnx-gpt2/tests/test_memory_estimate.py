@@ -11,6 +11,7 @@ from nnx_gpt2 import (
     GPT2Config,
     MemoryEstimate,
     OptimizerConfig,
+    abstract_train_state,
     create_optimizer,
     create_train_state,
     estimate_memory,
@@ -74,6 +75,19 @@ def test_gradients_wait_for_the_shards_of_one_device():
     # Of eight shards four gradients are held, of four three, and of one that of the shard.
     assert alone - of_two == pytest.approx(gradients, rel=0.05)
     assert alone - of_eight == pytest.approx(3 * gradients, rel=0.05)
+    # Each device has a state. The new one follows the gradients.
+    state = abstract_train_state(SMALL, create_optimizer(OptimizerConfig(), 1000))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert [estimate.state_bytes for estimate in estimates] == [held] * 3
+    assert of_eight >= gradients + held
+
+
+def test_a_shard_may_have_microbatches():
+    at_once, in_microbatches = (
+        estimate_memory(SMALL, global_batch_size=64, num_shards=2, grad_accum_steps=number).temporary_bytes
+        for number in (1, 8)
+    )
+    assert in_microbatches < at_once / 2
 
 
 STEPS = """

@@ -31,6 +31,12 @@ def test_help_says_what_each_field_is(cls):
         assert descriptors[descriptors.index("seq_len") + 1] == "Context length, in tokens."
 
 
+def test_the_way_of_computing_alone_does_not_change_the_result():
+    free = {x.name for x in dataclasses.fields(GPT2Config) if not x.metadata.get("changes_result", True)}
+    assert free == {"attention", "remat", "loss_chunk_tokens"}
+    assert all(x.metadata.get("changes_result", True) for x in dataclasses.fields(OptimizerConfig))
+
+
 def test_presets_take_changes():
     config = gpt2_xl(dropout_rate=0.1, dtype="bfloat16")
     assert (config.num_layers, config.num_heads, config.embed_dim, config.head_dim) == (48, 25, 1600, 64)

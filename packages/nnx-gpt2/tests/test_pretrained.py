@@ -202,8 +202,12 @@ def test_a_save_that_fails_leaves_the_model_that_was_there(tmp_path, record_prop
     model.wpe.embedding[...] += 1
     model.h[2].ln_2.scale[...].delete()
     with pytest.raises(RuntimeError, match="deleted"):
-        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path, end_of_text=7)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(RuntimeError, match="deleted"):
+        model.save_pretrained(tmp_path, max_shard_bytes=42_720)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.parametrize(("scan_layers", "param_dtype"), [(False, "float32"), (True, "bfloat16")])
