@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,16 @@ def test_a_layout_trains_like_one_device(layout, single):
     evaluated = make_eval_step(CONFIG, mesh, end_of_text=7)(state.params, put_batch(windows(30), mesh))
     assert evaluated.sharding.is_fully_replicated
     np.testing.assert_allclose(evaluated, expected, atol=1e-3)
+
+
+def test_options_together_train_alike_on_a_mesh():
+    """A device has a row of a microbatch, whose logits are three chunks, the last one padded."""
+    ways: dict[str, Any] = {"scan_layers": True, "remat": "dots", "loss_chunk_tokens": 6}
+    changes: dict[str, Any] = {"dropout_rate": 0.2, "grad_accum_steps": 2, "end_of_text": 7}
+    mesh = make_mesh(fsdp=2, tensor=2)
+    (state, losses), (expected, expected_losses) = train(2, mesh, **ways, **changes), train(2, **ways, **changes)
+    np.testing.assert_allclose(losses, expected_losses, atol=1e-4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), state.params, expected.params)
 
 
 @pytest.mark.slow
