@@ -97,6 +97,7 @@ CASES = {
     "schedule(10**400)": f"{STEP} 1{'0' * 56}...{'0' * 20}.",
     "generate(model, [[1, [2]]], 3, temperature=0.0)":
         "each prompt must be a list of token ids, got an object of type list.",
+    "evaluate_choices(model, [question], lambda text: [65])": "token ids must lie in [0, 65), got 0 to 65.",
     "evaluate_choices(model, [question], lambda text: [10**30])": f"{IDS} [{10**30}].",
     "param_spec('wte.embedding', 10**400)":
         f"num_dims must be a whole number from 0 to 64, got 1{'0' * 56}...{'0' * 20}.",

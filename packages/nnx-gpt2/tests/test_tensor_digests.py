@@ -22,6 +22,7 @@ from nnx_gpt2 import (
     tensor_digests,
     tree_shardings,
 )
+from nnx_gpt2._tensor_digests import _block_sides
 
 CONFIG = GPT2Config(vocab_size=65, seq_len=24, num_layers=2, num_heads=2, embed_dim=48)
 
@@ -139,6 +140,15 @@ def test_the_digest_of_a_tree_is_fixed():
     assert digests["a"].startswith("68ce5b97af961596")
     assert digests["b"].startswith("523f7d735c222861")
     assert root_digest(digests).startswith("b45ce17635461b88")
+
+
+def test_the_blocks_of_large_arrays_are_fixed():
+    # Another grid changes the digests of large arrays. A block has 64 KiB, unless its sides are odd.
+    assert _block_sides((1024, 1024), 4) == (128, 128)
+    assert _block_sides((1024, 1280), 8) == (64, 80)
+    assert _block_sides((8 * 24_999,), 4) == (24_999,)
+    large = np.arange(200_000, dtype=np.float32)
+    assert tensor_digests({"c": large})["c"].startswith("54073a1d597f237a")
 
 
 def test_processes_share_the_work_and_agree():

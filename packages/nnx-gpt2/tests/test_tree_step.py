@@ -24,7 +24,7 @@ from nnx_gpt2 import (
     put_batch,
     tensor_digests,
 )
-from nnx_gpt2._tree_step import _tree_sum
+from nnx_gpt2._tree_step import _num_threads, _tree_sum
 
 RULE = create_optimizer(OptimizerConfig(warmup_steps=2, clip_norm=0.5), 100)
 MUON = create_optimizer(
@@ -84,9 +84,9 @@ def test_the_number_of_devices_changes_no_bit(changes, options, tiny):
 
 
 def test_the_step_is_that_of_make_train_step_but_for_rounding(tiny):
-    state, metrics = train(tiny, 2, num_steps=3)
+    state, metrics = train(tiny, 2, num_steps=3, end_of_text=3)
     expected = create_train_state(tiny, RULE, jax.random.key(0))
-    step, of_step = make_train_step(tiny, RULE), {}
+    step, of_step = make_train_step(tiny, RULE, end_of_text=3), {}
     for i in range(3):
         expected, of_step = step(expected, windows(tiny, seed=i), jax.random.key(7))
     assert metrics["loss"] == pytest.approx(float(of_step["loss"]), rel=1e-5)
@@ -127,6 +127,8 @@ def test_each_shard_has_its_own_dropout(tiny):
         return float(step(state, put_batch(rows, mesh), jax.random.key(1))[1]["loss"])
 
     assert loss(2, same) != pytest.approx(loss(1, same[:1]), rel=1e-3)
+    at_start, state = loss(1, same[:1]), dataclasses.replace(state, step=state.step + 1)
+    assert loss(1, same[:1]) != pytest.approx(at_start, rel=1e-3)
 
 
 def test_a_batch_with_an_unknown_id_is_skipped(tiny):
@@ -149,16 +151,36 @@ def test_the_program_of_a_shard_is_compiled_before_the_first_step(tiny):
 
 
 def test_validation_losses_are_the_same_on_each_number_of_devices(tiny):
+    """The parameters come from one device. They are so large that attention matters."""
     params = create_train_state(tiny, RULE, jax.random.key(0)).params
-    expected = make_eval_step(tiny)(params, windows(tiny))
+    params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    expected = make_eval_step(tiny, end_of_text=3)(params, windows(tiny))
     found = []
     for num_devices in (1, 2, 8):
         mesh = mesh_of(num_devices)
-        state = create_train_state(tiny, RULE, jax.random.key(0), mesh)
-        losses = make_tree_eval_step(tiny, mesh, num_shards=8)(state.params, put_batch(windows(tiny), mesh))
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        step = make_tree_eval_step(tiny, mesh, num_shards=8, end_of_text=3)
+        losses = step(params, put_batch(windows(tiny), mesh))
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
         found.append(np.asarray(losses).tobytes())
     assert found[0] == found[1] == found[2]
+
+
+def test_a_donated_state_is_deleted_and_has_the_same_step(tiny, monkeypatch):
+    mesh = mesh_of(2)
+    state = create_train_state(tiny, RULE, jax.random.key(0), mesh)
+    args = put_batch(windows(tiny), mesh), jax.random.key(7)
+    kept, _ = TreeTrainStep(tiny, RULE, mesh, num_shards=8)(state, *args)
+    monkeypatch.setattr("nnx_gpt2._tree_step.is_donated", lambda shapes, mesh: True)
+    after, _ = TreeTrainStep(tiny, RULE, mesh, num_shards=8)(state, *args)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+    assert tensor_digests(after) == tensor_digests(kept)
+
+
+@pytest.mark.parametrize("given", ["3", "", "all"])
+def test_the_number_of_threads_is_that_of_the_environment_or_of_the_cpus(given, monkeypatch):
+    monkeypatch.setenv("NPROC", given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 4, 5, 6}, raising=False)
+    assert _num_threads() == (3 if given == "3" else 5)
 
 
 @pytest.mark.parametrize(
