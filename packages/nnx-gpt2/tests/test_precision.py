@@ -64,6 +64,7 @@ def test_the_gradient_of_a_position_is_not_rounded(mesh):
 def test_a_norm_of_a_bfloat16_model_rounds_its_result_alone():
     """In bfloat16, 1.003 is 1, and 515 is 516."""
     norm = _Norm(CONFIG, nnx.Rngs(0))
+    assert norm.scale is not None
     norm.scale[...] = jnp.full(16, 1.003)
     x = (4 + jax.random.normal(jax.random.key(0), (515, 16))).astype(jnp.bfloat16)
     centered = np.asarray(x, np.float64) - np.asarray(x, np.float64).mean(1, keepdims=True)
@@ -107,8 +108,8 @@ def test_generation_begins_with_embeddings_of_the_type_of_the_residual_stream(st
 
 def test_generation_has_the_residual_stream_of_the_model():
     """The prompt in the cache, and a token after it."""
-    types = {"dtype": "bfloat16", "residual_dtype": "float32"}
-    config = GPT2Config(vocab_size=65, seq_len=16, num_layers=4, num_heads=2, embed_dim=32, **types)
+    config = GPT2Config(vocab_size=65, seq_len=16, num_layers=4, num_heads=2, embed_dim=32, dtype="bfloat16")
+    config = dataclasses.replace(config, residual_dtype="float32")
     model = GPT2(config, rngs=nnx.Rngs(0))
     narrow = GPT2(dataclasses.replace(config, residual_dtype=None), rngs=nnx.Rngs(0))
     tokens, lengths = jax.random.randint(jax.random.key(1), (4, 16), 0, 65), jnp.full(4, 15)
