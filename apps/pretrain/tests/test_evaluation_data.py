@@ -12,9 +12,11 @@ import pytest
 from rich.console import Console
 
 from nnx_gpt2 import create_optimizer, create_train_state
-from owt_data import PrepareOptions, load_tokenizer, prepare
-from pretrain import PRESETS, main
+from owt_data import PrepareOptions, TokenMixture, load_tokenizer, open_tokens, prepare
+from pretrain import PRESETS, PrepareConfig, main
+from pretrain._commands import evaluation_data
 from pretrain._commands.evaluate import evaluate
+from pretrain._commands.evaluation_data import tokens_of, tokens_of_run
 from pretrain._data import cache_folder, load_tokens
 from pretrain._run.description import RUN, describe, describe_data
 from pretrain._run.files import write_json
@@ -111,6 +113,40 @@ def test_each_name_of_a_mixture_has_its_loss(evaluated, capsys):
         swapped = evaluated("--data", "b=1:others,a=1:tokens", "--split", split)["source_losses"]
         assert both["source_losses"] == pytest.approx(swapped, abs=0.01)
         assert both["source_losses"]["a"] != both["source_losses"]["b"]
+
+
+def test_all_tokens_of_a_run_with_a_mixture_are_those_of_its_names_in_both_splits(tmp_path):
+    for number, name in enumerate(("a", "b"), 1):
+        (tmp_path / f"{name}.txt").write_text(TEXT * number)
+        prepare(str(tmp_path / f"{name}.txt"), tmp_path / name, PrepareOptions(tokenizer="bytes", val_fraction=0.25))
+    data = open_tokens({str(tmp_path / "a"): 1.0, str(tmp_path / "b"): 2.0}, tokenizer="bytes")
+    assert isinstance(data.train, TokenMixture)
+    train, val = [*map(len, data.train.sequences)], [*data.val_lengths]
+    text = f"first=1:{tmp_path / 'a'},second=2:{tmp_path / 'b'}"
+    found = tokens_of_run(describe_data(data), "all", text)
+    assert found.sources == [*zip(("first", "second") * 2, train + val, strict=True)]
+    assert len({*train, *val}) == 4
+    assert (len(found.tokens), found.split) == (sum(train + val), "all")
+    assert tokens_of_run(describe_data(data), "val", text).sources == found.sources[2:]
+
+
+@pytest.mark.parametrize(
+    ("split", "prepared"),
+    [
+        ("all", {"split": "position", "val_fraction": 0.5, "limit_rows": None}),
+        ("val", {"split": "start", "limit_rows": 9}),
+    ],
+)
+def test_text_is_prepared_as_that_of_the_run_but_here_and_all_of_it_if_asked(split, prepared, tmp_path, monkeypatch):
+    given = PrepareConfig(
+        tokenizer="bytes", split="start", limit_rows=9, num_processes=3, on_cluster=True, row_end="\n"
+    )
+    seen = []
+    monkeypatch.setattr(evaluation_data, "prepared_name", lambda name, config, console: seen.append(config) or name)
+    (tmp_path / "a.txt").write_text(TEXT)
+    prepare(str(tmp_path / "a.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
+    tokens_of(str(tmp_path / "tokens"), split, given, Console(quiet=True))
+    assert seen == [dataclasses.replace(given, num_processes=None, on_cluster=False, **prepared)]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

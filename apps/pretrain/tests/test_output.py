@@ -46,6 +46,30 @@ with log_lines(print):
     assert (done.stdout, done.stderr) == ("a line of the display\n", "WARNING:checkpoint 3 is damaged\n")
 
 
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("INFO", ["lib: told", "lib: warned", "absl: told", "absl: warned", "ray_jax_launch: warned", "lib: failed"]),
+        ("ERROR", ["failed"]),
+    ],
+)
+def test_a_level_shows_what_libraries_log_and_no_line_of_the_display_twice(level, expected):
+    code = f"""
+import logging
+from pretrain._output import set_log_level, show_warnings
+
+show_warnings()
+set_log_level(logging.{level})
+for name in ("lib", "absl", "ray_jax_launch"):
+    logging.getLogger(name).info("told")
+    logging.getLogger(name).warning("warned")
+logging.getLogger("lib").debug("a detail")
+logging.getLogger("lib").error("failed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr.splitlines()) == ("", expected)
+
+
 def test_warnings_keep_their_form_after_a_library_has_chosen_another():
     code = """
 import logging

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from nnx_gpt2 import (
     GPT2Config,
+    MemoryEstimate,
     OptimizerConfig,
     create_optimizer,
     create_train_state,
@@ -28,13 +29,15 @@ from nnx_gpt2 import (
     num_params,
 )
 from owt_data import PrepareOptions, TokenMixture, prepare
-from pretrain import PRESETS, PretrainConfig, main
+from pretrain import PRESETS, PretrainConfig, TrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._commands import plan_run
-from pretrain._commands.plan_run import _peak
+from pretrain._commands.plan_run import _find_memory, _measured_step_s, _num_checkpoints, _peak
 from pretrain._data import load_tokens, open_prepared
 from pretrain._screen.plan_table import Plan, show_plan
 from pretrain._training import target_devices
+from pretrain._training.target_devices import Target, _name_of_absent, find_target
+from ray_jax_launch import gpu_memory_share, parse_hardware
 
 TINY = (
     "--model.num-layers", "1", "--model.num-heads", "2", "--model.embed-dim", "32", "--model.seq-len", "32",
@@ -85,6 +88,7 @@ def test_the_numbers_are_those_of_the_run(plain):
     assert found["checkpoints_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert (found["micro_batch_size"], found["grad_accum_steps"]) == (8 // mesh.size, 1)
     assert found["measured_step_s"] is None
+    assert found["logs_bytes"] == 2 * 700  # records of the steps 25 and 50
 
 
 @pytest.fixture
@@ -150,6 +154,40 @@ def test_openwebtext_is_known():
     assert found["tokens_bytes"] == 2 * 9_040_017_095
 
 
+@pytest.mark.parametrize(
+    ("usable_bytes", "rejected_from", "expected"),
+    [
+        (1200, 13, (12, 1)),  # the whole share needs no sum of gradients
+        (1199, 13, (6, 2)),
+        (650, 13, (6, 2)),
+        (649, 13, (4, 3)),
+        (150, 13, (1, 12)),
+        (149, 13, (1, 12)),  # none fits: the one that needs the least
+        (10_000, 5, (4, 3)),  # the compiler rejects larger ones
+        (10_000, 1, (12, 1)),  # or all
+    ],
+)
+def test_the_microbatch_that_is_planned_is_the_largest_of_all_that_fit(
+    usable_bytes, rejected_from, expected, monkeypatch
+):
+    """A window needs 100 bytes, and the sum of gradients of several microbatches 50."""
+
+    def estimate(config, mesh):
+        size, steps = 12 // config.train.grad_accum_steps, config.train.grad_accum_steps
+        needed = MemoryEstimate(state_bytes=0, temporary_bytes=100 * size + 50 * (steps > 1), code_bytes=0)
+        return (None, "too large") if size >= rejected_from else (needed, "")
+
+    monkeypatch.setattr(plan_run, "_estimate", estimate)
+    config = PRESETS["quickstart"]().with_options({"train.global_batch_size": 12, "train.micro_batch_size": 5})
+    target = Target(devices=jax.devices(), usable_bytes=usable_bytes)
+    found, memory, reason = _find_memory(config, make_mesh(), target, [1], largest_micro_batch=True)
+    assert (12 // found.train.grad_accum_steps, found.train.grad_accum_steps) == expected
+    assert (memory is None, reason) == (rejected_from == 1, "too large" if rejected_from == 1 else "")
+    # Without the search, it is the one of the options.
+    found, _, _ = _find_memory(config, make_mesh(), target, [1], largest_micro_batch=False)
+    assert found.train.grad_accum_steps == 3
+
+
 @pytest.mark.slow
 def test_the_largest_microbatch_is_the_largest_that_fits(monkeypatch):
     mesh = make_mesh()
@@ -200,6 +238,76 @@ def test_a_peak_of_another_type_is_not_taken(preset, kind, capability, peak):
     assert found == (None if peak is None else pytest.approx(peak, rel=0.01))
 
 
+def test_the_measured_time_and_price_are_those_of_all_steps(monkeypatch):
+    """The compilations of the first steps, and a step that something else delays, do not count."""
+    monkeypatch.setattr(plan_run, "_measured_step_s", lambda config, mesh: 7.2)
+    _, found = planned("--measure", "--price-per-hour", "3")
+    assert (found["measured_step_s"], found["measured_hours"]) == (7.2, pytest.approx(0.1))
+    assert found["measured_price"] == pytest.approx(0.3)
+    monkeypatch.undo()
+
+    now, taken = [0.0], [9.0, 8.0, 7.0, 900.0, *[0.5, 0.25] * 9, 0.25]
+    batches = []
+
+    def step(state, windows, key):
+        now[0] += taken.pop(0)
+        batches.append(windows)
+        return state, {"loss": np.zeros(()).view(SimpleArray)}
+
+    class SimpleArray(np.ndarray):
+        def block_until_ready(self):
+            return self
+
+    monkeypatch.setattr(plan_run, "train_step_of", lambda *_: step)
+    monkeypatch.setattr(plan_run, "create_train_state", lambda *_: None)
+    monkeypatch.setattr(plan_run, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for vocab_size, dtype in ((65_536, np.uint16), (65_537, np.uint32)):
+        taken[:] = [9.0, 8.0, 7.0, 900.0, *[0.5, 0.25] * 9, 0.25]
+        config = PRESETS["quickstart"]().with_options({"model.vocab_size": vocab_size, "model.seq_len": 5})
+        assert _measured_step_s(config, make_mesh()) == (0.25 + 0.5) / 2
+        assert (taken, batches[-1].dtype, batches[-1].shape) == ([], dtype, (16, 6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({}, 4),  # the newest two, the best one, and the one that is being written
+        ({"max_steps": 25}, 3),  # no more than there are
+        ({"keep_every": 15}, 7),  # checkpoints are kept at the steps 30, 60 and 90
+        ({"keep_every": 10, "checkpoints_to_keep": 1}, 10),
+        ({"eval_tasks": ("piqa",), "eval_tasks_every": 20}, 6),
+        ({"eval_tasks": ("piqa",)}, 4),
+    ],
+)
+def test_the_checkpoints_on_the_disk_are_those_that_each_option_keeps(changes, number):
+    assert _num_checkpoints(TrainConfig(**{"max_steps": 100, "checkpoint_every": 10, **changes})) == number
+
+
+@pytest.mark.parametrize(
+    ("hardware", "name"),
+    [
+        ("gpu:8:H100", "gpu:8:h100"),
+        ("gpu:1x8:h100", "gpu:1x8:h100"),
+        ("gpu:2x4:h100", "gpu:2x4:h100"),
+        ("gpu:2-4x8:h100", "gpu:2x8:h100"),
+        ("gpu:4-8:h100", "gpu:4:h100"),
+        ("tpu:v6e:4x4", "tpu:v6e:4x4"),
+        ("tpu:v6e:4x4:1-3", "tpu:v6e:4x4"),
+    ],
+)
+def test_absent_devices_are_those_of_the_smallest_group_with_what_jax_takes_of_their_memory(
+    hardware, name, monkeypatch
+):
+    assert _name_of_absent(parse_hardware(hardware)) == name
+    asked = []
+    monkeypatch.setattr(target_devices, "absent_devices", lambda name: asked.append(name) or jax.devices())
+    for memory_bytes, usable_bytes in ((None, None), (80 * 10**9, int(gpu_memory_share() * 80 * 10**9))):
+        monkeypatch.setattr(target_devices, "device_memory", lambda name, found=memory_bytes: found)
+        assert find_target(parse_hardware(hardware), only_here=False).usable_bytes == usable_bytes
+    assert asked == [name] * 2
+    assert gpu_memory_share() < 1
+
+
 @pytest.mark.slow
 def test_steps_are_measured_here_if_they_fit(monkeypatch):
     _, found = planned("--measure", "--price-per-hour", "3")
@@ -219,12 +327,15 @@ def test_a_schedule_need_not_fit_into_a_thousand_steps():
 
 
 def test_cpu_devices_are_made_for_a_plan():
-    options = [*TINY, *STEPS, "--train.global-batch-size", "12", "--hardware", "cpu:1-3x2"]
+    options = [*TINY, *STEPS, "--train.global-batch-size", "12", "--hardware", "cpu:1-3x2", "--mesh.tensor", "2"]
+    options += ["--peak-tflops", "0.000001"]
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     code = f"from pretrain import main; main({['plan', '--json', *options]})"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert (found["num_devices"], found["worker_counts"]) == (2, [1, 2, 3])  # an elastic group at its smallest
+    assert (found["mesh"]["tensor"], found["micro_batch_size"]) == (2, 12)  # the two share each window
+    assert found["hours"] == pytest.approx([found["flops"] / (share * 2e6) / 3600 for share in (0.5, 0.3)])
 
 
 def test_the_numbers_of_workers_of_a_range_are_shown(capsys):

@@ -10,7 +10,7 @@ from nnx_gpt2 import GPT2, GPT2Config
 from owt_data import load_tokenizer, tokenizer_files, train_tokenizer
 from pretrain import PRESETS, main
 from pretrain._export.model_card import repeated_config
-from pretrain._resolve.origin import with_weights_of
+from pretrain._resolve.origin import find_origin, with_weights_of
 from pretrain._run.published_tokenizer import published_tokenizer
 
 
@@ -28,7 +28,7 @@ def save(tmp_path):
     """A function that writes a model with the files of a tokenizer, as `export` does, and returns the folder."""
 
     def write(tokenizer, vocab_size=257):
-        config = GPT2Config(vocab_size=vocab_size, seq_len=8, num_layers=1, num_heads=2, embed_dim=8)
+        config = GPT2Config(vocab_size=vocab_size, seq_len=8, num_layers=1, num_heads=2, embed_dim=8, norm_epsilon=1e-6)
         GPT2(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "out", end_of_text=256)
         for name, text in tokenizer_files(tokenizer, max_tokens=8).items():
             (tmp_path / "out" / name).write_text(text)
@@ -54,6 +54,16 @@ def test_a_run_from_an_export_takes_its_tokenizer(trained, save):
     out = save(trained)
     config = with_weights_of(PRESETS["quickstart"](), str(out))
     assert config.prepare.tokenizer == str(out / "tokenizer.json")
+
+
+def test_a_run_from_an_export_takes_its_model_and_names_its_place_for_all_machines(save, monkeypatch):
+    out = save("bytes")
+    monkeypatch.chdir(out.parent)
+    config = with_weights_of(PRESETS["quickstart"](), "out")
+    assert (config.model.seq_len, config.model.num_layers, config.model.norm_epsilon) == (8, 1, 1e-6)
+    origin = find_origin(config)
+    assert origin is not None
+    assert (origin.place, origin.step, origin.weights_only) == (str(out), None, True)
 
 
 def test_a_named_tokenizer_keeps_its_name(save):

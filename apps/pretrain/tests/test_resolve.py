@@ -8,13 +8,18 @@ import pytest
 from rich.console import Console
 
 from pretrain import PRESETS, PretrainConfig
+from pretrain._data import load_tokens
 from pretrain._errors import UsageError
+from pretrain._resolve.origin import resolve_anneal, settings_of
 from pretrain._resolve.resolve import resolve_settings, resolving
 from pretrain._resolve.resolved_run import ResolvedRun
+from pretrain._run.description import DataDescription, Origin, describe, write_description
 from pretrain._run.folder import RunFolder
+from pretrain._surroundings.environment import FIXED_THREADS
 from ray_jax_launch import parse_hardware
 
 LOCAL = parse_hardware("local")
+DATA = DataDescription(tokens="tokens", tokenizer="bytes", fingerprint={})
 QUIET = Console(quiet=True)
 
 
@@ -52,6 +57,29 @@ def test_a_new_run_has_no_open_settings(config: PretrainConfig, tmp_path: Path) 
     assert (run.hardware, run.uses_ray_data, len(run.data.train)) == (LOCAL, False, 54_002)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "num_shards", "data_mode", "has_fixed_threads", "uses_ray_data"),
+    [
+        ("cpu:2", 4, "prepared", True, True),
+        ("cpu:2", None, "stream", False, False),
+        ("gpu:2", 4, "prepared", False, True),
+        ("local", 4, "prepared", False, False),
+    ],
+)
+def test_workers_on_cpus_have_the_same_threads_for_shards_and_tasks_read_what_is_prepared(
+    hardware: str, num_shards: int | None, data_mode: str, has_fixed_threads: bool, uses_ray_data: bool,
+    config: PretrainConfig, tmp_path: Path,
+) -> None:  # fmt: skip
+    config = with_train(config, micro_batch_size=None, num_shards=num_shards)
+    config = config.with_options({"data_mode": data_mode, "train.max_epochs": None})
+    run = ResolvedRun(
+        config=config, folder=RunFolder(tmp_path), data=load_tokens(with_train(config, num_shards=None), QUIET),
+        hardware=parse_hardware(hardware), description=describe(config, DATA, hardware),
+    )  # fmt: skip
+    assert run.worker_variables == (FIXED_THREADS if has_fixed_threads else {})
+    assert run.uses_ray_data == uses_ray_data
+
+
 def test_a_continued_run_keeps_its_microbatches_on_other_devices(config: PretrainConfig, tmp_path: Path) -> None:
     """Its first start had two devices."""
     folder = RunFolder(tmp_path / "run")
@@ -71,3 +99,28 @@ def test_a_continued_run_rejects_other_settings_and_other_text(config: PretrainC
         book.write("The end.")
     with pytest.raises(UsageError, match=r"must be .*, its value at the start of the run in .*--data"):
         resolved(config, folder, first)
+
+
+def test_a_fork_has_the_settings_of_its_parent_but_for_those_of_one_command(tmp_path: Path) -> None:
+    changes = {
+        "model.vocab_size": 257,
+        "profile": "3:5",
+        "extend": True,
+        "name": "parent",
+        "seed": 7,
+        "prompts": ("x",),
+    }
+    parent, folder = PRESETS["baby"]().with_options(changes), RunFolder(tmp_path / "parent")
+    folder.path.mkdir()
+    write_description(folder, describe(parent, DATA, "cpu:1"))
+    name = f"{folder.path}@4"
+    expected = dataclasses.replace(parent, from_checkpoint=name, name=None, extend=False, profile=None)
+    assert settings_of(name, None) == expected
+
+
+def test_an_annealed_run_has_its_own_length_whatever_gave_that_of_its_parent() -> None:
+    changes = {"from_checkpoint": "parent@8", "anneal": 3, "train.max_epochs": 2.0, "train.max_tokens": 5000}
+    origin = Origin(place="parent", step=8, tokenizer="bytes", weights_only=False)
+    found = resolve_anneal(PRESETS["quickstart"]().with_options(changes), origin)
+    assert (found.train.max_steps, found.train.max_epochs, found.train.max_tokens) == (11, None, None)
+    assert (found.optimizer.schedule, found.optimizer.decay_steps) == ("wsd", 3)

@@ -3,6 +3,7 @@ import dataclasses
 import os
 import time
 
+import numpy as np
 import pytest
 
 from pretrain import PRESETS
@@ -10,10 +11,12 @@ from pretrain._config import with_vocab_size
 from pretrain._run import log_parts
 from pretrain._run.description import DataDescription, RunDescription
 from pretrain._run.files import read_lines
-from pretrain._run.folder import RunFolder
+from pretrain._run.folder import MovedFolderError, RunFolder
 from pretrain._run.history import Sample, read_phases, seconds_by_phase
+from pretrain._run.lock import lock_run
 from pretrain._run.log_parts import STARTS, TEXTS
 from pretrain._run.metrics import read_records
+from pretrain._run.step_losses import ValLosses
 from pretrain._surroundings.processor import processor_name
 from pretrain._trackers import tensorboard
 from pretrain._trackers.tensorboard import TensorBoard
@@ -217,6 +220,34 @@ def test_a_start_that_is_rejected_writes_nothing(tmp_path):
         raise error
     assert [line["phase"] for line in sent] == ["starting", "loading"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_log_writes_nothing_after_its_folder_was_moved(is_replaced, tmp_path):
+    """Neither into a new folder of the former name, nor into that of another run."""
+    place, window = tmp_path / "run", ValLosses(losses=np.ones(1, np.float32), last_count=1)
+    with lock_run(place) as folder:
+        log = start_log(folder)
+        begin(log, 0)
+        place.rename(tmp_path / "moved")
+        if is_replaced:
+            place.mkdir()
+            (place / ".lock").write_text('{"owner": "another"}')
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        for write in (
+            lambda: log.write({"step": 1, "loss": 2.0}),
+            lambda: log.write_sample(Sample(step=1, prompt="a", text="ab")),
+            lambda: log.write_losses(1, [2.0]),
+            lambda: log.write_val_losses(window),
+            lambda: log.phase(1, "saving"),
+            log.push,
+            lambda: start_log(folder),
+        ):
+            with pytest.raises(MovedFolderError, match="was moved, deleted or replaced"):
+                write()
+        log.end(1, "a text")  # it cannot fail a run
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        assert place.exists() == is_replaced
 
 
 def test_workers_of_a_later_command_that_start_again_were_restarting_too(interrupted_at_20):
