@@ -1,7 +1,9 @@
 """The command `diff` on real runs, one of which has one element of one array changed by one ulp."""
 
+import dataclasses
 import json
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from many_runs import PLANTED, results
 
 from pretrain import main
 from pretrain._audit.checkpoint_arrays import differing_elements
+from pretrain._audit.recorded_run import read_run
+from pretrain._audit.run_difference import compare_runs, differing_settings
 
 # Restores the checkpoint of step 8, adds one ulp to one element, saves it again, and trains on.
 SCRIPT = """
@@ -191,6 +195,41 @@ def test_bad_input_is_one_sentence(diff, arguments, error):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert error in err
+
+
+def test_a_checkpoint_that_a_training_run_deletes_meanwhile_is_not_compared(place, tmp_path):
+    shutil.copytree(place / "runs" / "whole", tmp_path / "copy")
+    runs = [read_run(str(place / "runs" / "whole")), read_run(str(tmp_path / "copy"))]
+    shutil.rmtree(tmp_path / "copy" / "checkpoints" / "8")
+    found = compare_runs(*runs)
+    assert (found.same_checkpoints, found.first, found.checkpoint) == ([4, 12, 13], {}, None)
+
+
+def test_the_last_step_that_both_have_is_that_of_a_loss_a_record_or_a_checkpoint(place):
+    whole = read_run(str(place / "runs" / "whole"))
+    losses = np.where(np.arange(13) == 6, whole.losses, np.float32(np.nan))
+    parts = {
+        7: {"losses": losses, "records": {}, "checkpoint_steps": [4]},
+        5: {"losses": losses[:0], "records": {5: whole.records[5]}, "checkpoint_steps": [4]},
+        8: {"losses": losses, "records": {5: whole.records[5]}, "checkpoint_steps": [4, 8]},
+    }
+    for through, changes in parts.items():
+        assert compare_runs(whole, dataclasses.replace(whole, **changes)).through == through
+    nothing = dataclasses.replace(whole, losses=losses[:0], records={}, checkpoint_steps=[])
+    assert compare_runs(nothing, whole).through == 0
+
+
+def test_what_differs_by_rounding_and_the_devices_of_the_last_start_are_among_the_settings(place):
+    whole = read_run(str(place / "runs" / "whole"))
+    changes = {"train.grad_accum_steps": 3, "mesh.fsdp": 2, "train.log_every": 7, "hardware": "cpu:2"}
+    description = dataclasses.replace(whole.description, config=whole.description.config.with_options(changes))
+    starts = [*whole.starts, {**whole.starts[-1], "devices": 8, "processor": "Z80"}]
+    found = differing_settings(whole, dataclasses.replace(whole, description=description, starts=starts))
+    start = whole.starts[-1]
+    assert found == {
+        "train.grad_accum_steps": [1, 3], "mesh.fsdp": [1, 2], "devices": [start["devices"], 8],
+        "processor": [start["processor"], "Z80"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])

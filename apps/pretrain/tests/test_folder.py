@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,7 +13,7 @@ from pretrain._errors import UsageError
 from pretrain._run.checkpoint_digests import description_digests
 from pretrain._run.description import DataDescription, RunDescription, read_description, write_description
 from pretrain._run.files import append_line
-from pretrain._run.find import find_run
+from pretrain._run.find import find_run, find_unless_published
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.remote_copy import reader_copy
 from pretrain._run.result import RunResult, read_result
@@ -180,3 +181,29 @@ def test_a_result_that_a_power_cut_emptied_is_written_again(tmp_path, contents, 
     assert read_result(folder) is None
     folder.result.write_bytes(contents)
     assert read_result(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_published"),
+    [
+        ("gpt2", True), ("gpt2-xl", True), ("gpt3", False), ("owner/model", True), ("runs/model", False),
+        ("./owner/model", False), ("/owner/model", False), ("a/b/c", False), ("here/model", False), ("weights", True),
+        ("both", False), ("damaged", False),
+    ],
+)  # fmt: skip
+def test_a_name_is_that_of_weights_if_it_is_one_of_the_hub_or_of_their_folder(
+    name: str, is_published: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, text in (
+        ("here/model", '{"format": 1}'), ("weights", '{"model_type": "gpt2"}'), ("both", '{"model_type": "gpt2"}'),
+        ("runs/both", '{"format": 1}'), ("damaged", "[3"),
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text(text)
+
+    def find(name: str) -> str:
+        raise UsageError(f"no run {name}")
+
+    with contextlib.nullcontext() if is_published else pytest.raises(UsageError, match=f"no run {name}"):
+        assert find_unless_published(name, find) is None

@@ -3,6 +3,8 @@
 import pytest
 
 from pretrain import _formats as formats
+from pretrain._commands.compare import _nats
+from pretrain._commands.data import _ranges
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,52 @@ def test_a_stored_loss_is_rounded_half_up() -> None:
         "2.5653", "2.5653", "2.5652", "-0.0001", "0.0000",
     ]  # fmt: skip
     assert formats.loss(float("inf")) == "inf"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (400, "0 kB"), (999_000, "999 kB"), (1e6, "1.00 MB"), (999e6, "999.00 MB"), (1e9, "1.00 GB"), (1e12, "1.00 TB"),
+        (2_345_678_901_234, "2.35 TB"),
+    ],
+)  # fmt: skip
+def test_a_disk_is_counted_in_powers_of_a_thousand(num_bytes: float, expected: str) -> None:
+    assert formats.decimal_bytes(num_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.01, "0.01000"), (0.0099, "9.9e-3"), (-2.5, "-2.500"), (9.9994, "9.999"), (123.456, "123.5"),
+        (9999.4, "9999"), (10_000.0, "10k"), (-12_345.0, "-12.35k"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_chart_has_four_digits(value: float, expected: str) -> None:
+    assert formats.four_digits(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.001, "0.0010"), (0.00099, "9.9e-04"), (-0.00099, "-9.9e-04"), (0.0, "0.0000"), (-0.12345, "-0.1235"),
+    ],
+)  # fmt: skip
+def test_a_difference_has_four_decimals_or_two_digits(value: float, expected: str) -> None:
+    assert _nats(value) == expected
+    assert _nats(abs(value), sign="+") == f"+{expected.removeprefix('-')}"
+
+
+@pytest.mark.parametrize(
+    ("steps", "full", "expected"),
+    [
+        ([5], False, "5"),
+        ([5, 6], False, "5, 6"),
+        ([5, 6, 7], False, "5 to 7"),
+        ([999, 1000, 1001, 4000], False, "999 to 1,001, 4,000"),
+        ([*range(0, 16, 2)], False, "0, 2, 4, 6, 8, 10, 12, 14"),
+        ([*range(0, 20, 2)], False, "0, 2, 4, 6, 8, 10, 12, 14, and 2 more"),
+        ([*range(0, 20, 2)], True, "0, 2, 4, 6, 8, 10, 12, 14, 16, 18"),
+    ],
+)
+def test_steps_that_follow_each_other_are_a_range(steps: list[int], full: bool, expected: str) -> None:
+    assert _ranges(steps, full) == expected

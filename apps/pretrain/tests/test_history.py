@@ -4,7 +4,7 @@ import pytest
 
 from pretrain._run.files import append_line
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import read_phases, write_end
+from pretrain._run.history import read_phases, read_scores, write_end
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,13 @@ def test_an_end_that_cannot_be_written_is_no_error(tmp_path):
     folder.phases.mkdir()
     write_end(folder, "stopped", 50.0)
     assert [*folder.phases.iterdir()] == []
+
+
+def test_a_checkpoint_that_was_scored_twice_has_its_last_scores_and_all_are_in_the_order_of_checkpoints(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step, of, score in ((12, 8, 0.5), (14, 4, 0.25), (16, 8, 0.75)):
+        append_line(folder.scores, {"step": step, "tasks/step": of, "tasks/piqa/acc": score})
+    append_line(folder.scores, {"step": 20, "loss": 1.0})  # no scores
+    assert read_scores(folder) == [
+        {"step": of, "tasks/step": of, "tasks/piqa/acc": score} for of, score in ((4, 0.25), (8, 0.75))
+    ]

@@ -374,3 +374,51 @@ def test_a_lease_is_renewed_after_a_storage_that_fails_for_a_while(
         for _ in range(3):  # two writes at the start, and a renewal
             assert renewed.acquire(timeout=LIMIT_S)
     assert len(caplog.messages) == 2
+
+
+class Failing:
+    """The filesystem of a lease, whose requests fail at first."""
+
+    def __init__(self, filesystem: Any, num_failures: int) -> None:
+        self.filesystem, self.num_failures = filesystem, num_failures
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*args: Any) -> Any:
+            self.num_failures -= 1
+            if self.num_failures >= 0:
+                raise OSError("the object was replaced")
+            return getattr(self.filesystem, name)(*args)
+
+        return request
+
+
+@pytest.mark.parametrize("num_failures", [0, 4, 5])
+def test_an_object_that_its_owner_replaces_is_read_again_some_times(
+    num_failures: int, run: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_ASK_AGAIN_S", 0.0)
+    put(run, other := replace(command("b"), state="holds", generation=3))
+    asking = lease._Lease(run, command("a"), ignored)
+    asking._filesystem = Failing(asking._filesystem, num_failures)
+    with contextlib.nullcontext() if num_failures < 5 else pytest.raises(OSError, match="was replaced"):
+        assert asking._read("b") == other
+    asking._filesystem.num_failures = 0
+    with pytest.raises(FileNotFoundError):  # released
+        asking._read("c")
+    assert asking._filesystem.num_failures == -1  # at once
+
+
+def test_a_lease_that_cannot_be_given_back_lapses_and_is_no_failure_of_its_command(
+    run: str, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    holding = lease._Lease(run, command("a"), ignored)
+    holding.take()
+    holding._stop.set()
+    holding._thread.join(LIMIT_S)
+    holding._filesystem = Failing(holding._filesystem, 1)
+    holding.release()
+    assert caplog.messages == [f"the lease of {run} lapses only in 90 s: the object was replaced"]
+    assert objects(run) == ["a.json"]
+    holding.release()
+    holding.release()  # there is none
+    assert (objects(run), len(caplog.messages)) == ([], 1)

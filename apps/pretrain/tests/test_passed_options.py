@@ -1,6 +1,7 @@
 """Name the options of a run that other packages get, and see that they do."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import ray
@@ -18,7 +19,8 @@ SMALL = (
     "--model.seq-len 16 --model.num-layers 1 --model.num-heads 1 --model.embed-dim 8"
 )
 OPTIONS = (
-    "--train.grad-accum-steps 2 --train.mask-documents --train.max-failures 7 --wait-for-resources-s 9 --profile 1:2"
+    "--train.grad-accum-steps 2 --train.mask-documents --train.max-failures 7 --wait-for-resources-s 9 --profile 1:2 "
+    "--train.hang-timeout-s 33 --name run"
 )
 
 
@@ -39,6 +41,7 @@ def test_options_reach_the_step_the_launch_and_the_profiler(tmp_path, monkeypatc
     (tmp_path / "book.txt").write_text("A short book, of some words. " * 200)
     assert main(f"{SMALL} {OPTIONS}".split()) == 0
     expected = {"grad_accum_steps": 2, "end_of_text": 256, "max_failures": 7, "wait_for_resources_s": 9}
+    expected |= {"hang_timeout_s": 33, "name": "run", "storage_path": Path("runs"), "data_cpus": 0, "env_vars": {}}
     assert {name: passed[name] for name in expected} == expected
     (trace,) = tmp_path.glob("runs/*/tensorboard/plugins/profile/*/*.xplane.pb")
     assert trace.stat().st_size > 0

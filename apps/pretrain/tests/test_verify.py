@@ -6,12 +6,14 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,12 +21,14 @@ from many_runs import PLANTED, results
 from rich.console import Console
 
 from pretrain import main
+from pretrain._audit import killed_run
 from pretrain._audit.child_run import ChildRun
 from pretrain._audit.killed_run import ChildFailedError, train_with_kills
-from pretrain._audit.planned_kills import plan_kills
+from pretrain._audit.planned_kills import PlannedKill, plan_kills
 from pretrain._commands.verify_run import MAX_STEPS, judge, progress
 from pretrain._run.folder import locate
 from pretrain._screen.kill_table import KillRow, KillTable
+from pretrain._surroundings import process_tree
 from pretrain._surroundings.process_tree import living, processes_below
 
 
@@ -152,6 +156,96 @@ def test_a_run_that_ends_before_its_kills_proves_nothing(place):
         train_with_kills(run, kills, random.Random(0), KillTable(Console(file=io.StringIO())))
 
 
+class Scripted(ChildRun):
+    """A run whose command ends as it is told: an exit code for each look, None while it goes on."""
+
+    def __init__(self, place, codes, num_starts):
+        super().__init__(locate(place / "run"), [], log=place / "log", variables={})
+        (place / "log").write_text("a line\nerror: the data is gone\n")
+        self.codes, self.num_starts, self.num_commands, self.killed = [*codes], [*num_starts], 0, 0
+
+    def start(self):
+        self.num_commands += 1
+
+    def poll(self):
+        return self.codes.pop(0)
+
+    def starts(self):
+        number = self.num_starts.pop(0) if len(self.num_starts) > 1 else self.num_starts[0]
+        return [{"step": 10 * index, "time_s": 1e12 + index} for index in range(number)]
+
+    def step(self):
+        return 25
+
+    def phase(self):
+        return "saving"
+
+    def workers(self):
+        victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        self.victims.append(victim)
+        return [one for one in processes_below(os.getpid()) if one.pid == victim.pid]
+
+    def kill_command(self):
+        self.killed += 1
+
+    @property
+    def pid(self):
+        return 7
+
+
+WORKER, OF_COMMAND = (PlannedKill(step=20, delay_s=0.0, is_of_command=of) for of in (False, True))
+
+
+@pytest.mark.parametrize(
+    ("kills", "codes", "num_starts", "rows", "num_commands"),
+    [
+        ([], [None, 0], [1], [], 1),
+        # New workers of the same command, and the command itself, which is started again.
+        ([WORKER], [None, None, 0], [1, 1, 2], [("a worker", "new workers", 10)], 1),
+        ([OF_COMMAND], [None, None, -9, None, 0], [1, 1, 1, 2], [("the command", "the same command", 10)], 2),
+        # A command whose workers cannot go on may end.
+        ([WORKER], [None, 1, None, 0], [1, 1, 2], [("a worker", "the same command", 10)], 2),
+        # The second kill waits until the run has continued after the first one.
+        (
+            [WORKER, OF_COMMAND],
+            [None, None, None, None, -9, None, 0],
+            [1, 1, 2, 2, 2, 2, 3],
+            [("a worker", "new workers", 10), ("the command", "the same command", 20)],
+            2,
+        ),
+        # It fails without a kill, or again after one.
+        ([], [None, 1], [1], None, 1),
+        ([WORKER], [None, 1, 1], [1], None, 2),
+    ],
+)
+def test_each_kill_has_what_continued_after_it_and_a_failure_is_one_that_no_kill_explains(
+    kills, codes, num_starts, rows, num_commands, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(killed_run, "_POLL_S", 0.0)
+    run, table = Scripted(tmp_path, codes, num_starts), KillTable(Console(file=io.StringIO()))
+    run.victims = []
+    try:
+        if rows is None:
+            with pytest.raises(ChildFailedError, match="ended with code 1: the data is gone"):
+                train_with_kills(run, kills, random.Random(0), table)
+        else:
+            train_with_kills(run, kills, random.Random(0), table)
+            found = [(row.victim.partition(" (")[0], row.continued_by, row.checkpoint) for row in table.rows]
+            assert (found, run.codes) == (rows, [])
+            assert all((row.step, row.phase) == (25, "saving") for row in table.rows)
+            # The start of the new workers, less the time of the kill.
+            now_s = time.time()
+            assert all(abs(row.after_s - (1e12 - now_s)) < 60 for row in table.rows)
+            assert [row.number for row in table.rows] == [*range(1, len(rows) + 1)]
+            assert run.killed == sum(kill.is_of_command for kill in kills)
+        assert run.num_commands == num_commands
+        assert all(victim.wait(60) == -9 for victim in run.victims)
+    finally:
+        for victim in run.victims:
+            victim.kill()
+            victim.wait()
+
+
 def test_the_line_about_the_present_says_what_a_kill_has_left(place):
     results('train(changed(BASE, name="run", train__max_steps=8))', place)
     run = ChildRun(locate(place / "runs" / "run"), [], log=place / "log", variables={})
@@ -248,7 +342,12 @@ def test_the_seed_decides_the_places():
     assert plans[0] == plans[1] != plans[2]
 
 
-def test_processes_are_found_below_a_process_until_they_end():
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_processes_are_found_below_a_process_until_they_end(platform, monkeypatch):
+    """From /proc, or from `ps`."""
+    if not Path("/proc" if platform == "linux" else shutil.which("ps") or "none").exists():
+        pytest.skip("another system")
+    monkeypatch.setattr(process_tree, "sys", SimpleNamespace(platform=platform))
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as parent:
         until = time.monotonic() + 60
