@@ -9,14 +9,19 @@ import math
 import random
 import re
 
+import jax
 import numpy as np
 import pytest
 
 from owt_data import Batches, load_tokenizer, open_tokens, read_steps
 from pretrain import main
 from pretrain._audit.blamed_step import BlamedStep, Comparison, _largest_difference
-from pretrain._audit.suspects import Suspect
+from pretrain._audit.rerun import Rerun
+from pretrain._audit.run_tokens import open_run_tokens
+from pretrain._audit.suspects import Suspect, replace_windows
 from pretrain._commands.blame import _lines as blame_lines
+from pretrain._config import MeshConfig
+from pretrain._run.find import find_run
 from pretrain._run.spikes import THRESHOLD, spike_scores
 from pretrain._run.step_losses import read_step_losses
 
@@ -31,7 +36,8 @@ TRAIN = (
     f"--data corpus.jsonl --tokenizer bytes --hardware local --train.max-steps {STEPS} --train.global-batch-size "
     f"{BATCH} --model.seq-len {SEQ_LEN} --model.num-layers 1 --model.num-heads 1 --model.embed-dim 32 --trackers "
     "--train.log-every 10 --train.checkpoint-every 60 --train.checkpoints-to-keep none --train.order sequential "
-    "--prepare.split position --optimizer.learning-rate 0.01 --optimizer.warmup-steps 10 --name run"
+    "--prepare.split position --optimizer.learning-rate 0.01 --optimizer.warmup-steps 10 --name run "
+    "--train.mask-documents"
 )
 
 
@@ -235,6 +241,39 @@ def test_the_steps_with_all_windows_are_those_of_the_run_to_its_end(trained, bla
     recorded = read_step_losses(trained[0] / "runs/run/step_losses.f32")
     assert compared["losses"] == recorded[49:].tolist()
     assert compared["losses_without"] != compared["losses"]
+
+
+def test_a_window_is_left_out_of_its_step_alone_and_a_document_of_all_steps(blame, capsys):
+    def documents_of(step):
+        assert main(["data", "run", "--step", str(step), "--json"]) == 0
+        windows = json.loads(capsys.readouterr().out)["windows"]
+        return [[part["id"] for part in window["documents"]] for window in windows]
+
+    # The last document of this step goes on in the next one.
+    step = next(step for step in range(130, 170) if documents_of(step)[-1][-1] in documents_of(step + 1)[0])
+    now, later = documents_of(step), documents_of(step + 1)
+    document = now[-1][-1]
+    found = json.loads(blame("--step", str(step), "--without", "w1", f"d{document}", "--steps", "2", "--json"))
+    compared = found["comparison"]
+    stays = np.array([number != 1 and document not in ids for number, ids in enumerate(now)])
+    assert compared["num_windows"] == (~stays).sum() + sum(document in ids for ids in later)
+    # The parameters are those before the step: the losses of the windows that stay are those of the table.
+    losses = {one["id"]: one["loss"] for one in found["windows"]}
+    rows = replace_windows(np.arange(BATCH, dtype=np.uint16)[:, None], stays).ravel()
+    assert compared["losses_without"][0] == pytest.approx(np.mean([losses[f"w{row}"] for row in rows]), rel=1e-4)
+    assert compared["losses"][0] == found["loss"]
+
+
+def test_a_run_of_more_devices_is_computed_on_those_that_are_here(trained, monkeypatch):
+    monkeypatch.chdir(trained[0])
+    folder, description = find_run("run")
+    mesh = MeshConfig(fsdp=2 * jax.device_count())
+    description = dataclasses.replace(description, config=dataclasses.replace(description.config, mesh=mesh))
+    rerun = Rerun(open_run_tokens(folder, description), 60)
+    assert (rerun.checkpoint, rerun.step) == (60, 60)
+    losses = read_step_losses(folder.step_losses)
+    assert [rerun.compute(next(rerun.batches)) for _ in range(2)] == losses[60:62].tolist()
+    assert rerun.step == 62
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from many_runs import results
 SCRIPT = """
 for name in ("constant", "once"):
     train(changed(BASE, name=name, train__max_steps=13 if name == "constant" else 23))
+found["results"] = [Path("runs/constant/result.json").exists()]
+stop_in(18, changed(BASE, name="constant", train__max_steps=23))
+found["results"] += [Path("runs/constant/result.json").exists()]
 train(changed(BASE, name="constant", train__max_steps=23))
 found["of 13 steps"] = digest("constant", 13)
 found["constant"] = [digest("constant", 23) == digest("once", 23), digest("constant", 23) != found["of 13 steps"]]
@@ -51,6 +54,11 @@ def test_a_finished_run_of_a_constant_rate_is_extended_to_the_bit(found):
     assert len(extended) == 24
     assert extended == at_once
     assert (found["config"], found["result"]) == (23, 23)
+
+
+def test_a_run_that_is_extended_is_not_finished_until_its_new_end(found):
+    """A kill would else leave the result of the former length, and the same command would not continue."""
+    assert found["results"] == [True, False]
 
 
 def test_a_run_of_wsd_is_extended_before_its_decay_to_the_bit(found):

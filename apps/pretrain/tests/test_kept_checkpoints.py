@@ -15,6 +15,7 @@ wild = changed(BASE, name="wild", optimizer__learning_rate=1e30, optimizer__clip
 for attempt in ("first", "second"):
     result = train(wild)
     found[f"wild {attempt}"] = [str(result.error), Path("runs/wild/result.json").exists(), result.sample]
+    found[f"wild phase {attempt}"] = json.loads(Path("runs/wild/phases.jsonl").read_text().splitlines()[-1])["phase"]
 still = changed(BASE, name="still", optimizer__learning_rate=1e-30, optimizer__min_learning_rate=0.0,
                 train__early_stop_evals=2, train__max_steps=40, train__checkpoint_every=7)
 train(still)
@@ -45,6 +46,7 @@ def test_a_run_whose_last_validation_loss_is_not_finite_has_failed(found):
         error, has_result, sample = found[f"wild {attempt}"]
         assert "the training has diverged: the validation loss of the last step, 13, is not finite. Lower " in error
         assert (has_result, sample) == (False, "")
+        assert found[f"wild phase {attempt}"] == "failed"
 
 
 def test_a_run_ends_early_after_two_validations_without_a_lower_loss(found):

@@ -56,10 +56,12 @@ def slowly(firsts):
         time.sleep(0.2 * rank)
         yield first
 
-sent = []
-with RunLog(RunFolder(place / "run"), description.config, description, send=sent.append) as log:
+sent, watched = [], []
+folder = RunFolder(place / "run")
+with RunLog(folder, description.config, description, send=sent.append, watch=watched.append) as log:
     log.begin(0, 1.0)
     log.open("cpu", 2)
+    log.phase(0, "training")
     measured = [
         Validation(
             model, tokens, num_tokens=part, batch_size=batch_size, mesh=mesh, sources=SOURCES
@@ -71,10 +73,13 @@ with RunLog(RunFolder(place / "run"), description.config, description, send=sent
     validation = Validation(model, tokens, num_tokens=None, batch_size=batch_size, mesh=mesh)
     log.write_val_losses(validation.evaluate(params)[1])
     log.write({"step": 0, "val_loss": losses[0]})
+    log.write({"step": 4, "loss": 2.5})
     log.push()
+    kept = [step for step in range(6) if log.keep(step)]
 sampler = Sampler(description.config, load_tokenizer("bytes") if rank == 0 else None, mesh)
 samples = [sample.text for sample in sampler.samples(params, 0)]
-print(json.dumps({"losses": losses, "of_sources": of_sources, "num_sent": len(sent), "samples": samples}))
+found = {"losses": losses, "of_sources": of_sources, "num_sent": len(sent), "samples": samples}
+print(json.dumps(found | {"kept": kept, "watched": watched}))
 """.replace("PARTS", str(PARTS)).replace("SOURCES", str(SOURCES))
 
 
@@ -87,7 +92,9 @@ def place(tmp_path_factory):
         CONFIG,
         model=MODEL,
         mesh=dataclasses.replace(CONFIG.mesh, fsdp=2),
-        train=dataclasses.replace(CONFIG.train, sample_tokens=3),
+        train=dataclasses.replace(
+            CONFIG.train, sample_tokens=3, checkpoint_every=4, eval_tasks=("piqa",), eval_tasks_every=4
+        ),
         prompts=("ab", "cd"),
         trackers=(),
     )
@@ -139,9 +146,9 @@ def test_the_validation_loss_of_ranks_is_that_of_one_process(ranks, place):
 
 
 def test_rank_0_alone_writes_the_log(ranks, place):
-    assert [rank["num_sent"] for rank in ranks] == [4, 0]  # two phases, a record and the end
+    assert [rank["num_sent"] for rank in ranks] == [6, 0]  # three phases, two records and the end
     folder = RunFolder(place / "run")
-    assert [line["step"] for line in read_records(folder.metrics)] == [0]
+    assert [line["step"] for line in read_records(folder.metrics)] == [0, 4]
     assert [line["workers"] for line in read_lines(folder.starts, texts=TEXTS[STARTS])] == [2]
 
 
@@ -152,6 +159,12 @@ def test_rank_0_alone_writes_the_losses_of_steps_and_of_all_windows(ranks, place
     assert found is not None
     assert (len(found.losses), found.last_count) == (12, 3)
     assert np.average(found.losses, weights=[8] * 11 + [3]) == pytest.approx(ranks[0]["losses"][0], rel=1e-6)
+
+
+def test_each_rank_keeps_the_checkpoint_that_rank_0_scores_and_tells_when_it_computes_steps(ranks):
+    assert [rank["kept"] for rank in ranks] == [[4], [4]]
+    # Rank 0 alone has a phase `loading`, and its end.
+    assert [rank["watched"] for rank in ranks] == [[False, True, False], [True]]
 
 
 def test_rank_0_takes_samples_without_the_tokenizer_of_the_others(ranks):

@@ -1,15 +1,17 @@
 """Token files that were damaged at the same size: the run ends, and says which file."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from owt_data import PrepareOptions, open_tokens, prepare
+from owt_data import DataError, PrepareOptions, open_tokens, prepare
 from pretrain._commands.verify_data import verified_data
 from pretrain._errors import RunFailedError
 
@@ -59,6 +61,23 @@ def test_files_are_not_verified_if_asked(place):
     done = run(place, "--train.max-steps 5 --verify-data off")
     assert done.returncode == 0, done.stderr
     assert (place / "runs" / "run" / "result.json").exists()
+
+
+@pytest.mark.parametrize("mode", ["off", "first", "background"])
+def test_tokens_are_verified_when_it_is_asked(mode, place, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    data, steps = open_tokens(str(place / "tokens"), tokenizer="bytes"), []
+    error = {"off": None, "first": DataError, "background": RunFailedError}[mode]
+    with (
+        pytest.raises(error, match=r"train\.bin is damaged") if error else contextlib.nullcontext(),
+        verified_data(data, mode, Console(quiet=True), stop=steps.append),
+    ):
+        limit_s = time.monotonic() + 60
+        while mode == "background" and not steps and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        steps.append("trained")
+    assert steps[-1:] == ([] if mode == "first" else ["trained"])
+    assert verifying_threads() == []
 
 
 def verifying_threads():
