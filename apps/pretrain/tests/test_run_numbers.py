@@ -245,6 +245,35 @@ def test_a_run_that_was_killed_between_its_last_step_and_its_result_has_both(run
     ]  # fmt: skip
 
 
+def test_a_finished_run_gets_the_picture_that_a_kill_has_prevented_and_nothing_else(run: RunFolder, capsys) -> None:
+    def files() -> dict[str, int]:
+        kept = (path for path in run.path.rglob("*") if path.is_file() and not path.name.startswith("."))
+        return {str(path): path.stat().st_mtime_ns for path in kept}
+
+    before = files()
+    run.loss_picture.unlink()
+    assert main(arguments(run.path.parent, "run")) == 0
+    assert "is finished" in capsys.readouterr().out
+    picture = str(run.loss_picture)
+    assert files() == before | {picture: files()[picture]}
+    assert files()[picture] != before[picture]
+    assert main(arguments(run.path.parent, "run")) == 0
+    assert files()[picture] != before[picture]
+
+
+def test_the_best_checkpoint_is_one_that_was_saved(run: RunFolder) -> None:
+    """No validation before the last step is at a step with a checkpoint, and that of step 11 came after its save."""
+    metadata = newest_metadata(run.checkpoints)
+    assert metadata is not None
+    losses = [record["val_loss"] for record in read_records(run.metrics) if record["step"] in EVALUATED[:-1]]
+    assert metadata["best"]["best_loss"] == min(losses)
+    assert (metadata["best"]["best_saved_loss"], metadata["best"]["best_saved_step"]) == (None, None)
+
+
+def test_the_text_at_the_end_of_a_run_continues_its_first_prompt(run: RunFolder) -> None:
+    assert run.sample.read_text().startswith("a")
+
+
 def test_a_continued_run_does_not_count_the_time_since_a_kill(run: RunFolder, tmp_path: Path) -> None:
     shutil.copytree(run.path, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")

@@ -222,6 +222,13 @@ class Loop:
             },
         )
 
+    def _is_saved(self, step: int) -> bool:
+        """Return whether a step has a checkpoint in this run. Random parameters, those of step 0, have none."""
+        origin = self._description.origin
+        if origin is not None and step == origin.start_step:
+            return True
+        return step > 0 and due(self._train, step).checkpoint
+
     def _write(self, record: Record, *, is_evaluated: bool) -> None:
         """Write a record, with the validation losses and the samples if it is evaluated."""
         self._log.write_losses(record["step"], self.meter.take_losses())
@@ -237,7 +244,7 @@ class Loop:
         self._log.phase(step, "evaluating")
         losses, of_windows = setup.validation.measure(self._model, setup.tokenizer)
         record = record | losses
-        self._best.add(step, losses["val_loss"], is_saved=due(self._train, step).checkpoint)
+        self._best.add(step, losses["val_loss"], is_saved=self._is_saved(step))
         if step == self._train.max_steps or self._best.has_stalled:
             if not setup.validation.is_full:
                 losses, of_windows = setup.full_validation.measure(self._model, setup.tokenizer)
