@@ -26,7 +26,7 @@ from pretrain._training.load_state import restore
 from pretrain._training.loop import due
 from pretrain._training.setup import warn_of_bfloat16
 from pretrain._training.step_meter import StepMeter
-from ray_jax_launch import Checkpoints, latest_step
+from ray_jax_launch import Checkpoints, LaunchError, latest_step
 from ray_jax_launch._checkpoint.writers import FolderWriter
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)
@@ -69,6 +69,19 @@ def test_a_run_counts_as_finished_once_its_last_checkpoint_is_complete(tmp_path,
     monkeypatch.setattr(loop, "mark_finished", lambda value: noted.append(latest_step("runs/run/checkpoints")))
     assert main(f"{SMALL_RUN} --name run --trackers".split()) == 0
     assert noted == [2]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_token_files_that_a_node_does_not_see_are_named_before_anything_is_computed(split, tmp_path):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 20)
+    prepare(str(tmp_path / "text.txt"), tmp_path / "tokens", PrepareOptions(tokenizer="bytes"))
+    data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")
+    train_batches.check_readable(data, 8)
+    data = open_tokens(str(tmp_path / "tokens"), tokenizer="bytes")  # as a worker gets it: nothing is open
+    path = tmp_path / "tokens" / f"{split}.bin"
+    path.unlink()
+    with pytest.raises(LaunchError, match=rf"a folder that all nodes share, got {path}, which node .* does not see"):
+        train_batches.check_readable(data, 8)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The command `sweep`: its grid, and the runs that it trains."""
 
 import contextlib
+import io
 import json
 import os
 import shlex
@@ -17,7 +18,8 @@ from pretrain import PRESETS, PretrainConfig, main
 from pretrain._command_line.arguments import build_command
 from pretrain._command_line.command_classes import SweepCommand
 from pretrain._command_line.config_file import to_arguments
-from pretrain._commands.sweep import _cluster, _is_finished, best_settings, matching_folders, plan_sweep
+from pretrain._commands import sweep
+from pretrain._commands.sweep import _cluster, _is_finished, _Workers, best_settings, matching_folders, plan_sweep
 from pretrain._errors import UsageError
 from pretrain._formats import loss
 from pretrain._run.folder import RunFolder
@@ -353,6 +355,42 @@ def test_the_two_best_settings_are_those_of_the_lowest_mean_losses(finished, gri
         groups.setdefault((run.config.optimizer, run.config.train), []).append(run)
     best = best_settings([*groups.values()])
     assert (best and [group[0].config.optimizer.learning_rate for group in best]) == expected
+
+
+# In place of a run: it goes on when another one has begun, and tells how many there are.
+TOGETHER = """
+import os, sys, time
+from pathlib import Path
+place, name = Path(os.environ["PLACE"]), sys.argv[1]
+for folder in ("present", "begun"):
+    (place / folder / name).touch()
+limit_s = time.monotonic() + 30
+while len(os.listdir(place / "begun")) < 2 and time.monotonic() < limit_s:
+    time.sleep(0.01)
+(place / "most" / f"{len(os.listdir(place / 'present'))}").touch()
+time.sleep(0.2)
+(place / "present" / name).unlink()
+sys.exit(3 if name == "three" else 0)
+"""
+
+
+def test_as_many_runs_as_asked_are_at_once_and_get_the_variables_of_the_cluster(place, monkeypatch):
+    monkeypatch.setattr(sweep, "CHILD", TOGETHER)
+    for folder in ("begun", "present", "most"):
+        Path("state", folder).mkdir(parents=True)
+    names = ["one", "two", "three"]
+    runs = plan_sweep(configs(f"{TINY} --grid seed=1,2,3"), [[name] for name in names])
+    out = io.StringIO()
+    workers = _Workers(5, 2, Console(file=out, width=300))
+    workers.run(runs, 2, {"PLACE": str(place / "state")})
+    begun, most = ([path.name for path in Path("state", folder).iterdir()] for folder in ("begun", "most"))
+    assert (sorted(begun), max(most)) == (sorted(names), "2")
+    lines = out.getvalue().splitlines()
+    assert sorted(line.partition(": ")[2] for line in lines if ": started" in line) == ["started"] * 3
+    assert workers.failed == [runs[2].name]
+    ends = {line.partition(": ")[0]: line.partition(": ")[2] for line in lines if ": started" not in line}
+    assert ends[runs[2].name] in [f"failed: its process ended with code 3 ({n} of 5 finished)" for n in (3, 4)]
+    assert [*ends.values()][-1].endswith("(4 of 5 finished)")
 
 
 @pytest.mark.slow

@@ -257,9 +257,12 @@ class _Workers:
                 )
                 self._processes.add(process)
             assert process.stdout is not None, "it is a pipe"
+            assert process.stdin is not None, "it is a pipe"
             for line in process.stdout:
                 show(run.name, line.strip())
             code = process.wait()
+            process.stdin.close()
+            process.stdout.close()
             errors.seek(0)
             text = errors.read().strip()
         show(run.name, None)

@@ -69,11 +69,12 @@ def check_readable(data: TokenData, seq_len: int) -> None:
     try:
         for tokens in (data.train, data.val):
             tokens.windows(np.zeros(1, np.int64), seq_len=seq_len, order="sequential-first", seed=0)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, DataError) as error:
+        cause = error if isinstance(error, FileNotFoundError) else error.__cause__
+        if not isinstance(cause, FileNotFoundError) or cause.filename is None:
+            raise LaunchError(str(error)) from error
         raise LaunchError(
-            f"data must be a folder that all nodes share, got {error.filename}, which node "
+            f"data must be a folder that all nodes share, got {cause.filename}, which node "
             f"{ray.util.get_node_ip_address()} does not see. Give --data a folder on a network file system, s3:// or "
             "gs://, or --prepare.cache-path one for prepared text."
         ) from error
-    except DataError as error:
-        raise LaunchError(str(error)) from error
