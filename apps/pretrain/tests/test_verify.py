@@ -163,6 +163,7 @@ class Scripted(ChildRun):
         super().__init__(locate(place / "run"), [], log=place / "log", variables={})
         (place / "log").write_text("a line\nerror: the data is gone\n")
         self.codes, self.num_starts, self.num_commands, self.killed = [*codes], [*num_starts], 0, 0
+        self.victims: list[subprocess.Popen[bytes]] = []
 
     def start(self):
         self.num_commands += 1
@@ -223,7 +224,6 @@ def test_each_kill_has_what_continued_after_it_and_a_failure_is_one_that_no_kill
 ):
     monkeypatch.setattr(killed_run, "_POLL_S", 0.0)
     run, table = Scripted(tmp_path, codes, num_starts), KillTable(Console(file=io.StringIO()))
-    run.victims = []
     try:
         if rows is None:
             with pytest.raises(ChildFailedError, match="ended with code 1: the data is gone"):
