@@ -38,7 +38,9 @@ params = create_train_state(config, optimizer, jax.random.key(0)).params
 first = create_train_state(config, optimizer, jax.random.key(1), mesh, params=params)
 state = create_train_state(config, optimizer, jax.random.key(2), mesh, params=first.params)
 shorter = dataclasses.replace(config, seq_len=9)
-short = create_train_state(shorter, optimizer, jax.random.key(2), mesh, params=first.params)
+narrow = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), first.params)
+short = create_train_state(shorter, optimizer, jax.random.key(2), mesh, params=narrow)
+assert {leaf.dtype for leaf in jax.tree.leaves(short.params)} == {np.dtype("float32")}
 assert [leaf.shape for leaf in jax.tree.leaves(short.params["wpe"])] == [(9, 32)]
 created = create_train_state(config, optimizer, jax.random.key(0), mesh)
 for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(created)):

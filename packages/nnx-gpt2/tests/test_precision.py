@@ -42,11 +42,14 @@ def test_the_gradient_of_an_embedding_counts_beyond_256_tokens(mesh):
     np.testing.assert_array_equal(grad, np.where(np.arange(128)[:, None] == 3, 2060.0, 0.0) * np.ones(4))
 
 
-@pytest.mark.parametrize(("grad_dtype", "expected"), [("float32", 515), ("bfloat16", 516)])
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype", "expected"),
+    [("bfloat16", "float32", 515), ("bfloat16", "bfloat16", 516), ("float32", "bfloat16", 515)],
+)
 @pytest.mark.parametrize("out_dims", [5, (3, 5)])
-def test_the_gradient_of_a_kernel_is_not_rounded_unless_asked(out_dims, grad_dtype, expected):
-    """In bfloat16, 515 is 516. The gradient of a bias is never rounded."""
-    types = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "grad_dtype": grad_dtype}
+def test_the_gradient_of_a_kernel_is_not_rounded_unless_asked(out_dims, dtype, grad_dtype, expected):
+    """In bfloat16, 515 is 516. The gradient of a bias, and one of a float32 model, is never rounded."""
+    types = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.float32, "grad_dtype": grad_dtype}
     layer = Linear(4, out_dims, rngs=nnx.Rngs(0), **types)
     grads = nnx.grad(lambda layer: layer(jnp.ones((515, 4))).astype(jnp.float32).sum())(layer)
     assert grads["kernel"].dtype == grads["bias"].dtype == jnp.float32
