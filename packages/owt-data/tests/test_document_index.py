@@ -441,10 +441,15 @@ def test_verify_names_an_index_whose_ends_are_wrong(change, found, prepared, mon
     assert verify(prepared) == [f"train.docs: {found.format(last=ends[-1], before=ends[-2])}"]
 
 
-def damage_rows(path):
-    content = bytearray(path.read_bytes())
-    content[120] ^= 1  # in the ends of documents
-    path.write_bytes(content)
+def damage(column):
+    def change(path):
+        metadata = pq.read_metadata(path).row_group(0).column(column)
+        start = metadata.dictionary_page_offset or metadata.data_page_offset
+        content = bytearray(path.read_bytes())
+        content[start + metadata.total_compressed_size - 2] ^= 1
+        path.write_bytes(content)
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -455,9 +460,9 @@ def damage_rows(path):
             lambda path: path.write_bytes(path.with_name("val.docs").read_bytes()),
             "train.docs: expected an index of the",
         ),
-        (damage_rows, "train.docs is damaged: "),
+        *((damage(column), "train.docs is damaged: ") for column in range(3)),
     ],
-    ids=["empty", "of another file", "bit"],
+    ids=["empty", "of another file", "bit of an end", "bit of a file", "bit of a row"],
 )
 def test_verify_names_a_damaged_index(change, found, prepared, capsys):
     change(prepared / "train.docs")

@@ -1,5 +1,6 @@
 """Verification of token files by their SHA-256, in this process and in the background."""
 
+import contextlib
 import gc
 import json
 import os
@@ -240,6 +241,8 @@ def test_no_process_is_left_behind(end, endless, wait_until):
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
+    if sys.platform == "linux" and end != "returns":  # it reads
+        wait_until(lambda: has_open(pid, endless / "train.bin"))
     if end == "is killed":
         parent.kill()
         parent.wait(TIMEOUT_S)
@@ -262,6 +265,12 @@ def test_a_verification_that_nobody_holds_ends(endless):
     gc.collect()
     with pytest.raises(ProcessLookupError):  # it is no zombie either
         os.kill(pid, 0)
+
+
+def has_open(pid, path):
+    with contextlib.suppress(FileNotFoundError):  # a handle that is closed meanwhile
+        return path in [handle.readlink() for handle in Path(f"/proc/{pid}/fd").iterdir()]
+    return False
 
 
 def command(pid):

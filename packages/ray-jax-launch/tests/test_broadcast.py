@@ -160,6 +160,7 @@ with Checkpoints(sys.argv[1]) as checkpoints:
     tree = {"w": jax.jit(lambda: jnp.zeros(256), out_shardings=split)()}
     checkpoints.save(1, {"params": tree}, metadata={})
     checkpoints.wait()
+    assert checkpoints.durable_step() == 1
     saved = [checkpoints.latest_step()]
     checkpoints._store.upload, commit = upload, checkpoints._store.commit
     checkpoints._store.commit = lambda *args: {}["no listing"]
@@ -169,7 +170,7 @@ with Checkpoints(sys.argv[1]) as checkpoints:
     except UnsavedCheckpointError as error:
         cause = str(error.__cause__)
     saved.append(checkpoints.latest_step())
-    checkpoints._store.commit = commit
+    checkpoints._store.commit = lambda *args: time.sleep(1) or commit(*args)
     checkpoints.save(3, {"params": tree}, metadata={})
     checkpoints.wait()
     print("found", [*saved, checkpoints.latest_step()], cause)

@@ -88,6 +88,17 @@ def test_steps_before_other_work_and_the_time_of_this_work_are_not_measured(cloc
     assert compute(heartbeat, clock, 1, 4.0) == 3.0
 
 
+def test_a_step_that_ends_during_a_save_is_not_measured_with_the_next_one(clock: SimpleNamespace) -> None:
+    """No beat comes during a short save."""
+    heartbeat, is_ready = Heartbeat(LocalControl(), "group", 1, 0), False
+    compute(heartbeat, clock, 1, 20.0)
+    heartbeat.add(1, SimpleNamespace(is_ready=lambda: is_ready))
+    with heartbeat.saving():
+        is_ready = True
+        clock.now_s += 1000.0
+    assert compute(heartbeat, clock, 1, 4.0) == 3.0  # the median of 2 and 4: the first step counts as ten
+
+
 @pytest.mark.parametrize("error", [None, KeyError])
 @pytest.mark.parametrize("is_training", [True, False])
 def test_a_save_must_end_and_leaves_the_work_as_it_was(

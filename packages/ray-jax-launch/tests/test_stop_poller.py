@@ -1,5 +1,6 @@
 """The thread of a worker that polls for stop requests. Its two other ranks are calls of the test."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -129,3 +130,20 @@ def test_a_loop_that_comes_to_its_next_step_waits_for_the_agreement(control: Con
     poll(control, 1, 3)
     loop.join(60)
     assert returned == [True]
+
+
+def test_a_request_that_comes_while_a_step_begins_is_not_missed(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread promises to stop at the step after the one that it knows, just before the loop tells its own."""
+    monkeypatch.setattr(StopPoller, "_poll", lambda *args: None)
+    poller = StopPoller(control, *MEMBER)
+
+    @contextlib.contextmanager
+    def lock() -> Iterator[None]:
+        poller.request, poller._stop_step = INTERRUPT, poller.step + 1
+        poller._agreed.set()
+        yield
+
+    monkeypatch.setattr(poller, "_lock", lock())
+    assert poller.stop_requested(0)
