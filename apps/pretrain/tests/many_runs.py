@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,12 @@ def results(script: str, place: Path, *, is_optimized: bool = False) -> dict[str
 def environment(place: Path, *, is_optimized: bool = False) -> dict[str, str]:
     """Return the variables of a process that trains in a folder, with a cache of its own."""
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(place / "cache")}
-    if is_optimized:
-        variables["XLA_FLAGS"] = variables["XLA_FLAGS"].replace(FEWER_OPTIMIZATIONS, "").strip()
-    return variables
+    return optimized(variables) if is_optimized else variables
+
+
+def optimized(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process whose programs have the optimizations of users, as those that compute long."""
+    return {**variables, "XLA_FLAGS": variables["XLA_FLAGS"].replace(FEWER_OPTIMIZATIONS, "").strip()}
 
 
 def kill_after(command: list[str], place: Path, run: str, step: int) -> None:

@@ -161,6 +161,12 @@ def test_numbers_of_devices_that_divide_the_shards_are_accepted(hardware):
         ("cpu:1-6", {"train__num_shards": None, "train__global_batch_size": 30}, [1, 2, 3, 5, 6], "cpu:1-6"),
         ("gpu:1-4x2", {"train__num_shards": None, "mesh__fsdp": 4}, [2, 4], "gpu:2-4x2"),
         ("cpu:1-4", {"train__num_shards": None, "train__micro_batch_size": 4}, [1, 2, 4], "cpu:1-4"),
+        (
+            "cpu:1-4x2",
+            {"train__num_shards": None, "train__global_batch_size": 4, "mesh__tensor": 2},
+            [1, 2, 4],
+            "cpu:1-4x2",
+        ),
     ],
 )
 def test_elastic_hardware_keeps_the_numbers_of_workers_that_fit(hardware, changes, counts, text):

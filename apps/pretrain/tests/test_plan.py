@@ -32,7 +32,7 @@ from owt_data import PrepareOptions, TokenMixture, prepare
 from pretrain import PRESETS, PretrainConfig, TrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._commands import plan_run
-from pretrain._commands.plan_run import _find_memory, _measured_step_s, _num_checkpoints, _peak
+from pretrain._commands.plan_run import _find_memory, _measured_step_s, _num_checkpoints, _peak, _source_epochs
 from pretrain._data import load_tokens, open_prepared
 from pretrain._screen.plan_table import Plan, show_plan
 from pretrain._training import target_devices
@@ -140,6 +140,9 @@ def test_each_name_of_a_mixture_has_its_epochs(book: Path, capsys):
     assert main(["plan", *TINY, *STEPS, "--data", names]) == 0
     epochs = f"{400 / num_windows / 2:,.2f}: web {counts[0] / num_windows:,.2f}, code {counts[1] / num_windows:,.2f}"
     assert epochs in capsys.readouterr().out
+    # The last 20 of the 50 steps, as those of a fork.
+    of_fork = _source_epochs(config, 20, tokens.train)
+    assert of_fork == {"web": 0.0, "code": np.count_nonzero(which[30 * 8 :]) / num_windows}
 
 
 def test_fineweb_is_known():

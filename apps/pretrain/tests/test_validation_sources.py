@@ -82,8 +82,10 @@ def test_the_windows_of_a_source_have_its_targets_alone(border):
 def test_a_part_has_windows_of_each_source_and_the_loss_of_before(spans, num_tokens, params, tokens):
     validation = Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=7, sources=spans)
     loss, found = validation.evaluate(params)
-    without, of_windows = Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=7).evaluate(params)
+    plain, tokenizer = Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=7), load_tokenizer("bytes")
+    without, of_windows = plain.evaluate(params)
     assert loss == without
+    assert validation.bits_per_byte(loss, tokenizer) == plain.bits_per_byte(loss, tokenizer)
     assert found.losses.tolist() == of_windows.losses.tolist()
     part = np.arange(num_tokens // 8) * 60 // (num_tokens // 8)
     read = np.append(part, ValidationSources(spans).more_windows(part, 60, 8))

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from many_runs import PLANTED, results
+from many_runs import PLANTED, optimized, results
 from rich.console import Console
 
 from pretrain import main
@@ -48,7 +48,7 @@ def place(tmp_path, monkeypatch):
 def started(*arguments):
     """The command in a process, and in the end all processes that were seen below it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "pretrain", "verify", *arguments],
+        [sys.executable, "-m", "pretrain", "verify", *arguments], env=optimized(os.environ),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:

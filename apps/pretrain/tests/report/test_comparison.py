@@ -211,6 +211,19 @@ def test_runs_that_differ_in_their_seed_alone_are_one_row_with_mean_and_deviatio
     ]
 
 
+def test_a_mean_says_how_many_of_its_runs_have_finished(rate, make_page):
+    lasts = {("fast", 1): 2.0, ("fast", 2): 2.5, ("fast", 3): 1.5, ("slow", 1): 3.0, ("slow", 2): 2.0}
+    folders = [
+        rate(
+            f"{name}-{seed}", {"slow": 1e-4, "fast": 1e-3}[name], seed, {0: 5.5, 1500: last},
+            is_finished=(name, seed) not in (("fast", 3), ("slow", 2)),
+        )
+        for (name, seed), last in lasts.items()
+    ]  # fmt: skip
+    means = [cells[3] for is_of_mean, cells in table(make_page(*folders))[1] if not is_of_mean]
+    assert means == [f"2.2500 {PLUS_MINUS} {stdev((2.0, 2.5)):.4f} (2 of 3 runs)", "3.0000 (1 of 2 runs)"]
+
+
 @pytest.mark.parametrize(
     ("difference", "num_lines"),
     [
