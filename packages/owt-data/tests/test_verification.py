@@ -268,7 +268,7 @@ def test_a_verification_that_nobody_holds_ends(endless):
 
 
 def has_open(pid, path):
-    with contextlib.suppress(FileNotFoundError):  # a handle that is closed meanwhile
+    with contextlib.suppress(FileNotFoundError):  # the process has closed a file
         return path in [handle.readlink() for handle in Path(f"/proc/{pid}/fd").iterdir()]
     return False
 
