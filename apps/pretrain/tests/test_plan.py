@@ -160,7 +160,7 @@ def test_openwebtext_is_known():
 @pytest.mark.parametrize(
     ("usable_bytes", "rejected_from", "expected"),
     [
-        (1200, 13, (12, 1)),  # the whole share needs no sum of gradients
+        (1200, 13, (12, 1)),  # the share of a device fits: one microbatch
         (1199, 13, (6, 2)),
         (650, 13, (6, 2)),
         (649, 13, (4, 3)),
