@@ -9,8 +9,12 @@ kept = changed(BASE, name="kept", train__checkpoints_to_keep=1, train__checkpoin
 train(kept)
 validated = [(line["val_loss"], line["step"]) for line in losses("kept") if "val_loss" in line and line["step"] > 0]
 found["kept"] = [steps("kept"), min(one for one in validated if one[1] < 17)[1], min(validated)[1]]
-train(changed(kept, name="newest", train__keep_best=False, train__keep_every=None))
+traced = []
+note = lambda event, seconds, **about: traced.append(about.get("fun_name"))
+jax.monitoring.register_event_duration_secs_listener(note)
+train(changed(kept, name="newest", seed=1, train__keep_best=False, train__keep_every=None))
 found["newest"] = steps("newest")
+found["traced again"] = [name for name in traced if name]
 wild = changed(BASE, name="wild", optimizer__learning_rate=1e30, optimizer__clip_norm=0.0, optimizer__warmup_steps=0)
 for attempt in ("first", "second"):
     result = train(wild)
@@ -39,6 +43,10 @@ def test_the_newest_the_best_and_every_sixth_checkpoint_stay(found):
 
 def test_only_the_newest_checkpoint_stays_on_request(found):
     assert found["newest"] == [17]
+
+
+def test_a_process_traces_and_compiles_nothing_for_its_next_run_of_the_same_model(found):
+    assert found["traced again"] == []
 
 
 def test_a_run_whose_last_validation_loss_is_not_finite_has_failed(found):

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from nnx_gpt2 import (
     merge,
     token_losses,
 )
+from nnx_gpt2._train_step import _make_train_step
 
 # A refactor must not change these losses: no dropout, seeds 0 and 7, batches of `windows(seed=step)`.
 SEEDED_LOSSES = [4.186103, 4.172140, 4.191811]
@@ -135,12 +137,31 @@ def test_the_state_is_donated_to_an_accelerator(tiny, monkeypatch):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
+def made(config, *, num_steps=200, **options):
+    return make_train_step(config, create_optimizer(OPTIMIZER, num_steps), **options)
+
+
+def test_equal_arguments_make_the_same_step_which_is_compiled_once(tiny):
+    mesh = make_mesh(devices=jax.devices()[:2])
+    for options in ({}, {"mesh": mesh}, {"grad_accum_steps": 2, "end_of_text": 3}):
+        assert made(tiny, **options) is made(dataclasses.replace(tiny), **options)
+    others: list[Any] = [
+        {}, {"mesh": mesh}, {"mesh": make_mesh(devices=jax.devices()[2:4])}, {"num_steps": 201},
+        {"grad_accum_steps": 2}, {"end_of_text": 0}, {"end_of_text": 1},
+    ]  # fmt: skip
+    assert len({id(made(tiny, **options)) for options in others}) == len(others)
+    assert made(tiny) is not made(dataclasses.replace(tiny, seq_len=8))
+    with pytest.raises(ValueError, match="grad_accum_steps must be at least 1, got True"):
+        made(tiny, grad_accum_steps=True)
+
+
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_a_mesh_of_a_cpu_decides_on_the_host_of_an_accelerator(tiny, platform, monkeypatch):
     """Nothing is donated, and the batch has two halves."""
     optimizer, mesh = create_optimizer(OPTIMIZER, 200), make_mesh(devices=jax.devices()[:1])
     given = abstract_train_state(tiny, optimizer, mesh), windows(tiny), jax.random.key(7)
     expected = make_train_step(tiny, optimizer, mesh).lower(*given)
+    _make_train_step.cache_clear()
     device = SimpleNamespace(platform=platform)
     monkeypatch.setattr("nnx_gpt2._target.default_device", lambda: device)
     lowered = make_train_step(tiny, optimizer, mesh).lower(*given)

@@ -1,6 +1,7 @@
 """The optimizer and its learning rate schedule, built from optax."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, assert_never
 
 import jax
@@ -96,6 +97,13 @@ def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientT
     Raises:
         ValueError: `max_steps` is below 1, or shorter than warmup and decay of `wsd`.
     """
+    check_type("config", config, OptimizerConfig)
+    return _create_optimizer(config, checked_length(max_steps))
+
+
+@lru_cache(maxsize=32)
+def _create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
+    """Return the same functions for the same arguments, so that jit knows them again."""
     schedule = learning_rate_schedule(config, max_steps)
     adamw = optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=weight_mask)
     match config.name:

@@ -5,7 +5,7 @@ Only the rows that are asked for reach the head, whose product is most of the wo
 Shapes: B rows, T positions, K scored positions of a row, C width, P padded vocabulary, M = B * R tokens of a chunk.
 """
 
-from functools import cache
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def make_score_step(config: GPT2Config, mesh: Mesh | None = None) -> jax.stages.
     return _make_score_step(config, mesh)
 
 
-@cache
+@lru_cache(maxsize=32)
 def _make_score_step(config: GPT2Config, mesh: Mesh | None) -> jax.stages.Wrapped:
     def score_step(
         params: Params, tokens_BT: Int[Array, "B T"], positions_BK: Int[Array, "B K"], targets_BK: Int[Array, "B K"]

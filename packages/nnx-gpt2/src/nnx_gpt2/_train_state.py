@@ -4,8 +4,9 @@ The parameters are nested dictionaries of arrays, which jit flattens several tim
 `merge` makes the module.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -74,14 +75,11 @@ def create_train_state(
         ValueError: an argument has another type, the parameters are bfloat16 (see `GPT2Config.check_trainable`), the
             mesh does not divide the model, or `params` have another layout, names or shapes than those of `config`.
     """
-    _check(config, optimizer, mesh)
+    check_state_arguments(config, optimizer, mesh)
     check_key(key)
     if params is not None:
         return _create_from(config, optimizer, mesh, params)
-    create = partial(_create, config, optimizer)
-    if mesh is None:
-        return jax.jit(create)(key)
-    return jax.jit(create, out_shardings=tree_shardings(_shapes(config, optimizer), mesh))(key)
+    return _creation(config, optimizer, mesh)(key)
 
 
 def abstract_train_state(
@@ -92,7 +90,7 @@ def abstract_train_state(
     Raises:
         ValueError: see `create_train_state`.
     """
-    _check(config, optimizer, mesh)
+    check_state_arguments(config, optimizer, mesh)
     shapes = _shapes(config, optimizer)
     if mesh is None:
         device = SingleDeviceSharding(default_device())
@@ -104,7 +102,12 @@ def abstract_train_state(
     )
 
 
-def _check(config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> None:
+def check_state_arguments(config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> None:
+    """Check the arguments of `abstract_train_state`.
+
+    Raises:
+        ValueError: see `create_train_state`.
+    """
     check_type("config", config, GPT2Config)
     check_type("optimizer", optimizer, optax.GradientTransformation, "Make it by create_optimizer.")
     config.check_trainable()
@@ -113,10 +116,21 @@ def _check(config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Me
         config.check_axes(fsdp=mesh.shape[FSDP_AXIS], tensor=mesh.shape[TENSOR_AXIS])
 
 
-@cache
+@lru_cache(maxsize=32)
 def _shapes(config: GPT2Config, optimizer: optax.GradientTransformation) -> TrainState:
     """Trace the creation of a state once: a step, a new state and a restored one need its shapes."""
     return jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
+
+
+@lru_cache(maxsize=32)
+def _creation(
+    config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None
+) -> Callable[[PRNGKeyArray], TrainState]:
+    """Return the jitted creation of a state. The next run with these arguments compiles nothing."""
+    create = partial(_create, config, optimizer)
+    if mesh is None:
+        return jax.jit(create)
+    return jax.jit(create, out_shardings=tree_shardings(_shapes(config, optimizer), mesh))
 
 
 def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:

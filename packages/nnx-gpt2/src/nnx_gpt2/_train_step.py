@@ -6,7 +6,7 @@ Shapes: B batch, b microbatch, W = T + 1 tokens of a window, T predictions.
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
@@ -25,7 +25,7 @@ from nnx_gpt2._params import Params
 from nnx_gpt2._sharding import check_axis_names, num_batch_shards, replicated
 from nnx_gpt2._target import compiled_for, target_of
 from nnx_gpt2._token_ids import check_batch, check_end_of_text, check_windows, have_known_ids
-from nnx_gpt2._train_state import TrainState, abstract_train_state
+from nnx_gpt2._train_state import TrainState, abstract_train_state, check_state_arguments
 
 
 @runtime_checkable
@@ -90,10 +90,34 @@ def make_train_step(
             as an array, such as a text, is jax's TypeError. It cuts 64-bit ids of numpy to 32 bits: `put_batch` rejects
             those that do not fit.)
     """
-    shapes = abstract_train_state(config, optimizer, mesh)
-    gradient = make_gradient(
-        config, grad_accum_steps=grad_accum_steps, end_of_text=end_of_text, in_halves=_computes_halves(config, mesh)
+    check_state_arguments(config, optimizer, mesh)
+    grad_accum_steps = checked_microbatches(grad_accum_steps)
+    check_end_of_text(end_of_text, config.vocab_size)
+    return _make_train_step(
+        config,
+        optimizer,
+        mesh,
+        grad_accum_steps=grad_accum_steps,
+        end_of_text=end_of_text,
+        in_halves=_computes_halves(config, mesh),
+        donates=is_donated(abstract_train_state(config, optimizer, mesh), mesh),
     )
+
+
+@lru_cache(maxsize=32)
+def _make_train_step(
+    config: GPT2Config,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None,
+    *,
+    grad_accum_steps: int,
+    end_of_text: int | None,
+    in_halves: bool,
+    donates: bool,
+) -> TrainStep:
+    """Return the same step for the same arguments: the next run compiles nothing."""
+    shapes = abstract_train_state(config, optimizer, mesh)
+    gradient = make_gradient(config, grad_accum_steps=grad_accum_steps, end_of_text=end_of_text, in_halves=in_halves)
 
     def train_step(
         state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
@@ -105,11 +129,22 @@ def make_train_step(
             loss, grads = gradient(state.params, windows, jax.random.fold_in(key, state.step))
             return updated(optimizer, state, loss, grads)
 
-    donated = 0 if is_donated(shapes, mesh) else None
+    donated = 0 if donates else None
     if mesh is None:
         return cast(TrainStep, jax.jit(train_step, donate_argnums=donated))
     out_shardings = jax.tree.map(lambda x: x.sharding, shapes), replicated(mesh)
     return cast(TrainStep, jax.jit(train_step, donate_argnums=donated, out_shardings=out_shardings))
+
+
+def checked_microbatches(grad_accum_steps: int) -> int:
+    """Return the number of microbatches as a number of Python.
+
+    Raises:
+        ValueError: it is no whole number of at least 1.
+    """
+    grad_accum_steps = plain(grad_accum_steps)
+    require(is_whole(grad_accum_steps, 1), "grad_accum_steps", "be at least 1", shown(grad_accum_steps))
+    return grad_accum_steps
 
 
 def make_gradient(
@@ -124,13 +159,7 @@ def make_gradient(
         grad_accum_steps: number of equal microbatches of a batch.
         end_of_text: the token that ends a document, or None.
         in_halves: compute the two halves of a batch at the same time: see `_computes_halves`.
-
-    Raises:
-        ValueError: `grad_accum_steps` is below 1, or `end_of_text` is no id of the model.
     """
-    grad_accum_steps = plain(grad_accum_steps)
-    require(is_whole(grad_accum_steps, 1), "grad_accum_steps", "be at least 1", shown(grad_accum_steps))
-    check_end_of_text(end_of_text, config.vocab_size)
 
     def loss_fn(params: Params, windows: Integer[Array, "b W"], key: PRNGKeyArray) -> Float[Array, ""]:
         parts = jnp.split(windows, 2) if in_halves and len(windows) % 2 == 0 else [windows]
@@ -273,7 +302,7 @@ def make_eval_step(config: GPT2Config, mesh: Mesh | None = None, *, end_of_text:
     return _make_eval_step(config, mesh, end_of_text)
 
 
-@cache
+@lru_cache(maxsize=32)
 def _make_eval_step(config: GPT2Config, mesh: Mesh | None, end_of_text: int | None) -> EvalStep:
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         check_rows(config, windows, num_batch_shards(mesh), 1)

@@ -16,7 +16,7 @@ Shapes: B batch, S shards, b = B / S windows of a shard, D devices, W = T + 1 to
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -33,7 +33,15 @@ from nnx_gpt2._sharding import DATA_AXIS, batch_sharding, check_axis_names, repl
 from nnx_gpt2._target import compiled_for_each
 from nnx_gpt2._token_ids import check_batch, check_end_of_text
 from nnx_gpt2._train_state import TrainState, abstract_train_state
-from nnx_gpt2._train_step import check_rows, check_state, is_donated, losses_of, make_gradient, updated
+from nnx_gpt2._train_step import (
+    check_rows,
+    check_state,
+    checked_microbatches,
+    is_donated,
+    losses_of,
+    make_gradient,
+    updated,
+)
 
 
 class TreeTrainStep:
@@ -68,30 +76,19 @@ class TreeTrainStep:
         end_of_text: int | None = None,
     ) -> None:
         self._like = abstract_train_state(config, optimizer, mesh)
+        grad_accum_steps = checked_microbatches(grad_accum_steps)
+        check_end_of_text(end_of_text, config.vocab_size)
         self._config, self._num_microbatches = config, grad_accum_steps
         self._shards = _Shards(mesh, num_shards)
-        gradient = make_gradient(config, grad_accum_steps=grad_accum_steps, end_of_text=end_of_text, in_halves=False)
-
-        def shard_gradient(
-            params: Params,
-            step: Int[Array, ""],
-            windows: Integer[Array, "b W"],
-            shard: Int[Array, ""],
-            key: PRNGKeyArray,
-        ) -> tuple[Float[Array, "1"], Params]:
-            with compiled_for_each(mesh):
-                loss, grads = gradient(params, windows, jax.random.fold_in(jax.random.fold_in(key, step), shard))
-            return loss[None], grads
-
-        def update(
-            state: TrainState, total: tuple[Float[Array, "1"], Params]
-        ) -> tuple[TrainState, dict[str, jax.Array]]:
-            with compiled_for_each(mesh):
-                loss, grads = jax.tree.map(lambda x: x / self._shards.number, total)
-                return updated(optimizer, state, loss[0], grads)
-
-        self._shard_gradient = jax.jit(shard_gradient)
-        self._update = jax.jit(update, donate_argnums=0 if is_donated(self._like, mesh) else None)
+        self._shard_gradient, self._update = _train_programs(
+            config,
+            optimizer,
+            mesh,
+            num_shards=self._shards.number,
+            grad_accum_steps=grad_accum_steps,
+            end_of_text=end_of_text,
+            donates=is_donated(self._like, mesh),
+        )
 
     def __call__(
         self, state: TrainState, windows: Integer[Array, "B W"], key: PRNGKeyArray
@@ -133,6 +130,39 @@ class TreeTrainStep:
         _check_shape(self._config, windows.shape, windows.dtype, self._shards.number, self._num_microbatches)
 
 
+@lru_cache(maxsize=32)
+def _train_programs(
+    config: GPT2Config,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    num_shards: int,
+    grad_accum_steps: int,
+    end_of_text: int | None,
+    donates: bool,
+) -> tuple[Any, Any]:
+    """Return the jitted gradient of a shard and the jitted update, the same for the same arguments."""
+    gradient = make_gradient(config, grad_accum_steps=grad_accum_steps, end_of_text=end_of_text, in_halves=False)
+
+    def shard_gradient(
+        params: Params,
+        step: Int[Array, ""],
+        windows: Integer[Array, "b W"],
+        shard: Int[Array, ""],
+        key: PRNGKeyArray,
+    ) -> tuple[Float[Array, "1"], Params]:
+        with compiled_for_each(mesh):
+            loss, grads = gradient(params, windows, jax.random.fold_in(jax.random.fold_in(key, step), shard))
+        return loss[None], grads
+
+    def update(state: TrainState, total: tuple[Float[Array, "1"], Params]) -> tuple[TrainState, dict[str, jax.Array]]:
+        with compiled_for_each(mesh):
+            loss, grads = jax.tree.map(lambda x: x / num_shards, total)
+            return updated(optimizer, state, loss[0], grads)
+
+    return jax.jit(shard_gradient), jax.jit(update, donate_argnums=0 if donates else None)
+
+
 def make_tree_eval_step(
     config: GPT2Config, mesh: Mesh, *, num_shards: int, end_of_text: int | None = None
 ) -> Callable[[Params, Integer[Array, "B W"]], Float[Array, "B T"]]:
@@ -163,7 +193,7 @@ def make_tree_eval_step(
     return eval_step
 
 
-@cache
+@lru_cache(maxsize=32)
 def _eval_programs(config: GPT2Config, mesh: Mesh, end_of_text: int | None) -> tuple[Any, Any]:
     def shard_losses(params: Params, windows: Integer[Array, "b W"], shard: Int[Array, ""]) -> Float[Array, "b T"]:
         with compiled_for_each(mesh):
@@ -172,7 +202,7 @@ def _eval_programs(config: GPT2Config, mesh: Mesh, end_of_text: int | None) -> t
     return jax.jit(shard_losses), jax.jit(jnp.concatenate)
 
 
-@cache
+@lru_cache(maxsize=32)
 def _check_shape(
     config: GPT2Config, shape: tuple[int, ...], dtype: Any, num_shards: int, num_microbatches: int
 ) -> None:
@@ -277,7 +307,7 @@ class _Shards:
         )
 
 
-@cache
+@lru_cache(maxsize=32)
 def _sum_by_doubling(mesh: Mesh) -> jax.stages.Wrapped:
     num_devices = mesh.size
 
