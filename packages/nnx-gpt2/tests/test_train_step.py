@@ -143,7 +143,8 @@ def made(config, *, num_steps=200, **options):
 
 def test_equal_arguments_make_the_same_step_which_is_compiled_once(tiny):
     mesh = make_mesh(devices=jax.devices()[:2])
-    for options in ({}, {"mesh": mesh}, {"grad_accum_steps": 2, "end_of_text": 3}):
+    same: list[Any] = [{}, {"mesh": mesh}, {"grad_accum_steps": 2, "end_of_text": 3}]
+    for options in same:
         assert made(tiny, **options) is made(dataclasses.replace(tiny), **options)
     others: list[Any] = [
         {}, {"mesh": mesh}, {"mesh": make_mesh(devices=jax.devices()[2:4])}, {"num_steps": 201},
