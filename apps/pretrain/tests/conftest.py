@@ -1,5 +1,6 @@
 """Fixtures of all tests: a cache of its own for each test, and a local S3 server."""
 
+import gc
 import logging
 import os
 import signal
@@ -18,6 +19,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The programs of the tests, and of the processes that they start, have fewer optimizations than those of users. The
 # integration tests, the READMEs and the benchmarks run the same code fully optimized.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FEWER_OPTIMIZATIONS}".strip()
+
+
+# A trace makes millions of objects, few of them in cycles: the collections of Python's default take 7 % of the time.
+gc.set_threshold(20_000, 20, 100)
 
 
 @pytest.fixture(scope="session", autouse=True)

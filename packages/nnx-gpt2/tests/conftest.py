@@ -1,5 +1,6 @@
 """Each test has eight CPU devices. Implicit rank promotion raises."""
 
+import gc
 import os
 
 # Tests spend most of their time compiling. Fewer optimizations save two thirds of it, and these flags a third of the
@@ -16,6 +17,8 @@ from nnx_gpt2 import GPT2Config
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
+# A trace makes millions of objects, few of them in cycles: the collections of Python's default take 7 % of the time.
+gc.set_threshold(20_000, 20, 100)
 
 
 def pytest_configure(config):

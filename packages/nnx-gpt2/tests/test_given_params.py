@@ -73,7 +73,9 @@ def test_a_state_moves_between_one_device_and_a_mesh(on_mesh):
     assert [shard.data.shape for shard in table.addressable_shards] == ([(384, 6)] * 8 if on_mesh else [(384, 48)])
 
 
-@pytest.mark.parametrize(("seq_len", "scan_layers"), [(31, False), (7, True), (1, False)])
+@pytest.mark.parametrize(
+    ("seq_len", "scan_layers"), [pytest.param(31, False, marks=pytest.mark.slow), (7, True), (1, False)]
+)
 def test_a_shorter_context_has_the_first_positions(seq_len, scan_layers):
     """From the files, and from the parameters of a model with the longer context."""
     full = GPT2.from_pretrained(FOLDER, scan_layers=scan_layers)

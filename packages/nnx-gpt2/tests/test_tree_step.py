@@ -77,7 +77,7 @@ def train(config, num_devices, *, num_shards=8, num_steps=2, key=7, rule=RULE, *
 def test_the_number_of_devices_changes_no_bit(changes, options, tiny):
     config = dataclasses.replace(tiny, **changes)
     alone, of_alone = train(config, 1, **options)
-    for num_devices in (2, 8):
+    for num_devices in (2, 4):  # each device has its own programs, so eight take twice the time
         state, metrics = train(config, num_devices, **options)
         assert tensor_digests(state) == tensor_digests(alone)
         assert metrics == of_alone

@@ -57,7 +57,7 @@ def assert_equal(one, other):
     ("name", "decay", "mesh"),
     [
         pytest.param("adamw", 0.9, None, id="adamw"),
-        pytest.param("adamw", 0.999, make_mesh(fsdp=8), id="adamw, fsdp=8"),
+        pytest.param("adamw", 0.999, make_mesh(fsdp=8), id="adamw, fsdp=8", marks=pytest.mark.slow),
         pytest.param("muon", 0.9, make_mesh(fsdp=8), id="muon, fsdp=8"),
     ],
 )
@@ -80,7 +80,7 @@ def test_before_the_second_update_the_average_is_the_parameters(tiny):
     assert_equal(averages[0], params[0])
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_mesh_has_the_average_of_one_device_sharded_as_the_parameters(tiny, name):
     optimizer = dataclasses.replace(OPTIMIZER, name=name)
     mesh = make_mesh(fsdp=4, tensor=2)

@@ -1,7 +1,7 @@
 """The GPT-2 network of Radford et al., 2019.
 
 Shapes: B batch, T position, M = B * T tokens, C width, F width inside the feed-forward layer, N heads, H head width,
-V vocabulary, P padded vocabulary.
+V vocabulary, P padded vocabulary, L layers.
 
 Activations stay `[M, C]` between attentions. On CPU, XLA would otherwise transpose each `[B, T, C]` activation to
 compute a weight's gradient, which costs more than the product itself. `constrain` shards an array on a mesh, and does
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Key, PRNGKeyArray
 
 from nnx_gpt2._attention import causal_attention
 from nnx_gpt2._dropout import check_key, dropout, split_key
@@ -148,6 +148,25 @@ _REMAT: dict[str, Callable[[Callable[..., Array]], Callable[..., Array]]] = {
 }
 
 
+def _outer_modules(config: GPT2Config, rngs: nnx.Rngs) -> tuple[nnx.Embed, nnx.Embed, _Norm, Key[Array, " L"]]:
+    """Return the modules outside the blocks, `wte`, `wpe` and `ln_f`, and the random key of each block."""
+    embed = partial(
+        nnx.Embed,
+        features=config.embed_dim,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        embedding_init=nnx.initializers.normal(INIT_STD),
+        rngs=rngs,
+    )
+    wte = embed(config.padded_vocab_size)
+    # The padding has no effect. Zeros make a model equal to itself after saving and loading.
+    is_token_P1 = jnp.arange(config.padded_vocab_size)[:, None] < config.vocab_size
+    wte.embedding[...] = jnp.where(is_token_P1, wte.embedding[...], 0)
+    wpe = embed(config.seq_len)
+    keys = jax.random.split(rngs.params(), config.num_layers)
+    return wte, wpe, _Norm(config, rngs), keys
+
+
 class GPT2(nnx.Module):
     """GPT-2: maps tokens to next-token logits.
 
@@ -167,27 +186,14 @@ class GPT2(nnx.Module):
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         check_type("config", config, GPT2Config)
         check_type("rngs", rngs, nnx.Rngs)
-        embed = partial(
-            nnx.Embed,
-            features=config.embed_dim,
-            dtype=jnp.dtype(config.dtype),
-            param_dtype=jnp.dtype(config.param_dtype),
-            embedding_init=nnx.initializers.normal(INIT_STD),
-            rngs=rngs,
-        )
         self.config = config
-        self.wte = embed(config.padded_vocab_size)
-        # The padding has no effect. Zeros make a model equal to itself after saving and loading.
-        is_token_P1 = jnp.arange(config.padded_vocab_size)[:, None] < config.vocab_size
-        self.wte.embedding[...] = jnp.where(is_token_P1, self.wte.embedding[...], 0)
-        self.wpe = embed(config.seq_len)
-        keys = jax.random.split(rngs.params(), config.num_layers)
+        self.wte, self.wpe, ln_f, keys = _outer_modules(config, rngs)
         self.h: Any  # a list of blocks, or one block whose parameters are stacked
         if config.scan_layers:
             self.h = nnx.vmap(lambda key: Block(config, rngs=nnx.Rngs(key)))(keys)
         else:
             self.h = nnx.List([Block(config, rngs=nnx.Rngs(key)) for key in keys])
-        self.ln_f = _Norm(config, rngs)
+        self.ln_f = ln_f
 
     @classmethod
     def from_pretrained(
@@ -419,3 +425,15 @@ def split_params(model: GPT2) -> Params:
     """Return the parameters of a model in the form of a `TrainState`, without a copy."""
     check_type("model", model, GPT2, "Call merge with a config and parameters to make a model.")
     return nnx.to_pure_dict(nnx.state(model))
+
+
+def outer_params(config: GPT2Config, key: PRNGKeyArray) -> tuple[Params, Key[Array, " L"]]:
+    """Return the initial parameters of a model outside its blocks, and the random key of each block."""
+    wte, wpe, ln_f, keys = _outer_modules(config, nnx.Rngs(key))
+    modules = {"wte": wte, "wpe": wpe, "ln_f": ln_f}
+    return {name: nnx.to_pure_dict(nnx.state(module)) for name, module in modules.items()}, keys
+
+
+def block_params(config: GPT2Config, key: PRNGKeyArray) -> Params:
+    """Return the initial parameters of a block."""
+    return nnx.to_pure_dict(nnx.state(Block(config, rngs=nnx.Rngs(key))))

@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Key, PRNGKeyArray
 
 from nnx_gpt2._dropout import check_key
 from nnx_gpt2._errors import check_type, kind, require
-from nnx_gpt2._model import GPT2, check_params, split_params
+from nnx_gpt2._model import block_params, check_params, outer_params
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._params import GivenParams, Params, check_layers, dotted_name
 from nnx_gpt2._sharding import FSDP_AXIS, TENSOR_AXIS, check_axis_names, tree_shardings
@@ -119,22 +118,47 @@ def check_state_arguments(config: GPT2Config, optimizer: optax.GradientTransform
 @lru_cache(maxsize=32)
 def _shapes(config: GPT2Config, optimizer: optax.GradientTransformation) -> TrainState:
     """Trace the creation of a state once: a step, a new state and a restored one need its shapes."""
-    return jax.eval_shape(partial(_create, config, optimizer), jax.random.key(0))
+    block = jax.jit(partial(_block_params, config))
+
+    def create(key: PRNGKeyArray) -> TrainState:
+        return _before_first_step(optimizer, _initial_params(config, partial(outer_params, config), block, key))
+
+    return jax.eval_shape(create, jax.random.key(0))
 
 
 @lru_cache(maxsize=32)
 def _creation(
     config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None
 ) -> Callable[[PRNGKeyArray], TrainState]:
-    """Return the jitted creation of a state. The next run with these arguments compiles nothing."""
-    create = partial(_create, config, optimizer)
-    if mesh is None:
-        return jax.jit(create)
-    return jax.jit(create, out_shardings=tree_shardings(_shapes(config, optimizer), mesh))
+    """Return the creation of a state. The next run with these arguments compiles nothing.
+
+    One program makes any block. A program that makes them all takes longer to compile with each layer.
+    """
+    places = jax.tree.map(lambda x: x.sharding, abstract_train_state(config, optimizer, mesh))
+
+    def jitted(function: Callable[..., Any], shardings: Any, **options: Any) -> Callable[..., Any]:
+        """Without a mesh, the arrays are not bound to the default device."""
+        return jax.jit(function, **options) if mesh is None else jax.jit(function, out_shardings=shardings, **options)
+
+    blocks = places.params["h"]
+    outer_places = {name: place for name, place in places.params.items() if name != "h"}
+    outer = jitted(partial(outer_params, config), (outer_places, places.step))
+    block = jitted(partial(_block_params, config), blocks if config.scan_layers else blocks[0])
+    begin = jitted(partial(_before_first_step, optimizer), places, donate_argnums=0)
+    return lambda key: begin(_initial_params(config, outer, block, key))
 
 
-def _create(config: GPT2Config, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
-    return _before_first_step(optimizer, split_params(GPT2(config, rngs=nnx.Rngs(key))))
+def _initial_params(config: GPT2Config, outer: Callable[..., Any], block: Callable[..., Any], key: Any) -> Params:
+    """Return the initial parameters from the functions of the modules outside the blocks and of a block."""
+    params, keys = outer(key)
+    layers = range(config.num_layers)
+    return {**params, "h": block(keys) if config.scan_layers else {i: block(keys, i) for i in layers}}
+
+
+def _block_params(config: GPT2Config, keys: Key[Array, " L"], layer: Any = None) -> Params:
+    """Return the parameters of a block, or of all blocks, stacked."""
+    make = partial(block_params, config)
+    return jax.vmap(make)(keys) if layer is None else make(keys[layer])
 
 
 def _create_from(
