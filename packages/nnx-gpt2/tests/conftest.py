@@ -2,6 +2,8 @@
 
 import gc
 import os
+from collections.abc import Iterator
+from typing import Any
 
 # Tests spend most of their time compiling. Fewer optimizations save two thirds of it, and these flags a third of the
 # rest. The integration tests, the READMEs and the benchmarks run the same code fully optimized.
@@ -39,3 +41,17 @@ def compiled_once(tmp_path_factory):
 @pytest.fixture
 def tiny() -> GPT2Config:
     return GPT2Config(vocab_size=65, seq_len=16, num_layers=2, num_heads=2, embed_dim=32)
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the programs that a test compiles, or reads from the cache."""
+    names = []
+
+    def note(event: str, duration_secs: float, **about: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(note)

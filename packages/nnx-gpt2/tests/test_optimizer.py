@@ -66,6 +66,16 @@ def test_the_last_step_has_a_share_of_the_peak_or_the_given_minimum(schedule, fi
     assert learning_rate_schedule(config, 13)(12) == jnp.float32(last) == jnp.float32(config.final_learning_rate)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_a_schedule_is_one_program_for_all_steps_and_runs(schedule, compiled):
+    config = OptimizerConfig(schedule=schedule, learning_rate=1.25e-3, warmup_steps=3, decay_steps=4)
+    for max_steps, num_programs in [(41, 1), (41, 1), (42, 2)]:
+        rate = learning_rate_schedule(config, max_steps)
+        assert float(rate(3)) == pytest.approx(1.25e-3)
+        assert float(rate(0)) == pytest.approx(1.25e-3 / 4)
+        assert len(compiled) == num_programs
+
+
 LENGTHS = [1, 2, 3, 5, 7, 8, 9, 11, 13, 20, 31, 50, 97, 1000]
 
 

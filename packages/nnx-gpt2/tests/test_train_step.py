@@ -162,21 +162,12 @@ def test_equal_arguments_make_the_same_step_which_is_compiled_once(tiny):
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("fsdp", [None, 2])
-def test_the_creation_of_a_state_compiles_one_program_for_all_blocks(fsdp, scan_layers):
+def test_the_creation_of_a_state_compiles_one_program_for_all_blocks(fsdp, scan_layers, compiled):
     config = GPT2Config(vocab_size=65, seq_len=16, num_layers=5, num_heads=2, embed_dim=24, scan_layers=scan_layers)
     rule, mesh = create_optimizer(OPTIMIZER, 200), None if fsdp is None else make_mesh(fsdp=fsdp)
     key = jax.random.key(3)
-    compiled = []
-
-    def note(event: str, duration_secs: float, **about: Any) -> None:
-        if event.endswith("backend_compile_duration"):
-            compiled.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        state, _ = (create_train_state(config, rule, key, mesh) for _ in range(2))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+    compiled.clear()
+    state, _ = (create_train_state(config, rule, key, mesh) for _ in range(2))
     assert sorted(compiled) == ["jit(_before_first_step)", "jit(_block_params)", "jit(outer_params)"]
     expected = split_params(GPT2(config, rngs=nnx.Rngs(key)))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state.params, expected)

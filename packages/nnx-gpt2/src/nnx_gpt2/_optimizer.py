@@ -31,7 +31,23 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
             ValueError if a step is no number, or above the largest int32.
     """
     check_type("config", config, OptimizerConfig)
-    max_steps = checked_length(max_steps)
+    schedule = _schedule(config, checked_length(max_steps))
+
+    def rate(step: ArrayLike) -> jax.Array:
+        count: Any = plain(step)
+        is_step = has_type(count, jnp.number) or (is_number(count) and -INT32_MAX <= count <= INT32_MAX)
+        require(is_step, "step", f"be an array of numbers, or a number of at most {INT32_MAX}", kind(count))
+        return schedule(count)
+
+    return rate
+
+
+@lru_cache(maxsize=32)
+def _schedule(config: OptimizerConfig, max_steps: int) -> Callable[[Any], jax.Array]:
+    """Return the schedule as one program: its operations, one by one, take half a second to compile.
+
+    The last step of a decay has a rate of its own, because the program rounds in other places than the formulas.
+    """
     peak = config.learning_rate
     end = config.final_learning_rate
     warmup = config.warmup_steps
@@ -42,27 +58,24 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
             last = max(max_steps - 1, warmup)
             parts += [
                 optax.cosine_decay_schedule(peak, max(last - warmup, 1), alpha=end / peak),
-                optax.constant_schedule(end),  # exactly, and also in a run of one step after the warmup
+                optax.constant_schedule(end),  # also in a run of one step after the warmup
             ]
             starts += [last]
         case "wsd":
             decay = config.wsd_decay_steps(max_steps)
             first = peak * (1 - 1 / decay) + end / decay
-            parts += [optax.constant_schedule(peak), optax.linear_schedule(first, end, decay - 1)]
-            starts += [max_steps - decay]
+            parts += [
+                optax.constant_schedule(peak),
+                optax.linear_schedule(first, end, decay - 1),
+                optax.constant_schedule(end),
+            ]
+            starts += [max_steps - decay, max_steps - 1]
         case "constant":
             parts += [optax.constant_schedule(peak)]
         case _:
             assert_never(config.schedule)
-    schedule = optax.join_schedules(parts, starts)
-
-    def rate(step: ArrayLike) -> jax.Array:
-        count: Any = plain(step)
-        is_step = has_type(count, jnp.number) or (is_number(count) and -INT32_MAX <= count <= INT32_MAX)
-        require(is_step, "step", f"be an array of numbers, or a number of at most {INT32_MAX}", kind(count))
-        return jnp.asarray(schedule(count))
-
-    return rate
+    joined = optax.join_schedules(parts, starts)
+    return jax.jit(lambda count: jnp.asarray(joined(count)), inline=True)
 
 
 def _is_weight(path: tuple[Any, ...]) -> bool:
