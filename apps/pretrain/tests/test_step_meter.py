@@ -14,6 +14,7 @@ from nnx_gpt2 import (
     create_optimizer,
     create_train_state,
     flops_per_token,
+    learning_rate_schedule,
     make_train_step,
 )
 from owt_data import GrowingTokens, TokenSequence, TokenSpan, window_starts
@@ -48,6 +49,30 @@ def metrics(loss, *, grad_norm=1.0, num_skipped=0, in_a_row=0):
         "num_skipped": jnp.int32(num_skipped),
         "num_skipped_in_a_row": jnp.int32(in_a_row),
     }
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_learning_rates_are_computed_for_many_steps_at_once(schedule, monkeypatch):
+    """The device never waits for a rate, and a continued run has the rates of an undisturbed one."""
+    made, calls = learning_rate_schedule, []
+
+    def counted(*arguments):
+        rate = made(*arguments)
+        return lambda steps: calls.append(len(steps)) or rate(steps)
+
+    monkeypatch.setattr("pretrain._training.step_meter.learning_rate_schedule", counted)
+    config = CONFIG.with_options({"train.max_steps": 2500, "optimizer.schedule": schedule})
+    expected, found = learning_rate_schedule(config.optimizer, 2500), []
+    meter, continued = make_meter(config), make_meter(config)
+    calls.clear()
+    for step in (1, 2, 7, 51, 1023, 1024, 1025, 1999, 2048, 2049, 2499, 2500):
+        meter.add(metrics(1.0))
+        found.append(meter.wait_for_record(step)["learning_rate"])
+        assert found[-1] == pytest.approx(float(expected(step - 1)), rel=1e-5)
+    assert calls == [1024, 1024]
+    continued.add(metrics(1.0))
+    assert continued.wait_for_record(2499)["learning_rate"] == found[-2]
+    assert (found[-1] < found[-2] < found[4]) == (schedule != "constant")
 
 
 def test_a_record_has_the_mean_loss_and_the_largest_gradient_of_the_steps_since_the_last_one():

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
 from nnx_gpt2 import flops_per_token, learning_rate_schedule, peak_flops_per_s
 from owt_data import GrowingTokens, Tokens, step_starts
@@ -41,6 +43,34 @@ def diverged(what: str) -> TrainingDivergedError:
     )
 
 
+class _LearningRates:
+    """The learning rate of each step, computed for many steps at once.
+
+    A rate that is computed alone waits for the steps that the device has been given before, and the device then waits
+    for its next step.
+    """
+
+    _NUM_AT_ONCE = 1024
+
+    def __init__(self, config: PretrainConfig) -> None:
+        self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
+        self._last = config.train.max_steps - 1
+        self._first = 0
+        self._rates = self._from(0)  # compiled before the first step is timed
+
+    def of_step(self, step: int) -> float:
+        """Return the learning rate of a step, from 1."""
+        position = (step - 1) % self._NUM_AT_ONCE
+        if step - 1 - position != self._first:
+            self._first = step - 1 - position
+            self._rates = self._from(self._first)
+        return float(self._rates[position])
+
+    def _from(self, first: int) -> NDArray[np.float32]:
+        steps = np.minimum(np.arange(first, first + self._NUM_AT_ONCE), self._last)
+        return np.asarray(self._schedule(steps.astype(np.int32)))
+
+
 class StepMeter:
     """A meter that collects the metrics of each step on the device, and turns them into a record when one is due.
 
@@ -66,7 +96,7 @@ class StepMeter:
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
+        self._learning_rates = _LearningRates(config)
         self._train = train
         self._seq_len = config.model.seq_len
         self._batches = batches_of(config)
@@ -164,7 +194,7 @@ class StepMeter:
             record |= {"spike_step": before + self._spike[0], "spike_score": self._spike[1]}
         if self._num_losses:
             record |= {"loss": self._loss_sum / self._num_losses, "grad_norm_max": self._grad_norm_max}
-        record["learning_rate"] = float(self._schedule(step - 1))
+        record["learning_rate"] = self._learning_rates.of_step(step)
         if self._since is not None and self._num_timed:
             step_s = (now - self._since) / self._num_timed
             record |= {
