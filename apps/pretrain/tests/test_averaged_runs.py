@@ -14,7 +14,7 @@ found["val losses"] = [[line["val_loss"] for line in losses(name) if "val_loss" 
 found["params"] = [params_digest(arrays(name, 13)["params"]) for name in names]
 models = [params_digest(split_params(load_trained(f"{name}@13").model)) for name in names]
 found["models"] = models
-begun = changed(BASE, name="begun", init_from="averaged@13")
+begun = changed(plain, name="begun", init_from="averaged@13")
 train(begun)
 found["begun"] = params_digest(arrays("begun", 0)["params"])
 train(changed(averaged, name="fork", from_checkpoint="averaged@8"))
