@@ -20,8 +20,10 @@ PLANTED = "params.h.0.mlp.c_fc.kernel"
 
 # A digest is that of all arrays of a checkpoint.
 SCRIPT = """
-import dataclasses, json, os, shutil, signal, time
+import dataclasses, gc, json, os, shutil, signal, time
 from pathlib import Path
+
+gc.set_threshold(20_000, 20, 100)  # see conftest.py
 
 import jax
 import numpy as np
