@@ -86,8 +86,8 @@ def test_a_jaxtrainer_script_runs_on_two_joined_cpu_workers(run):
 
 
 def test_the_model_trains_without_ray_and_without_data_packages(run):
-    printed = run("model_alone.py", "--steps", 20)
-    assert float(printed.split("validation loss ")[1].split(",")[0]) < 4.0  # ln 256 is 5.5
+    printed = run("model_alone.py", "--steps", 60)
+    assert float(printed.split("validation loss ")[1].split(",")[0]) < 3.0  # ln 256 is 5.5
 
 
 @pytest.mark.slow

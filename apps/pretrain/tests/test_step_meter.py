@@ -53,7 +53,7 @@ def metrics(loss, *, grad_norm=1.0, num_skipped=0, in_a_row=0):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_learning_rates_are_computed_for_many_steps_at_once(schedule, monkeypatch):
-    """The device never waits for a rate, and a continued run has the rates of an undisturbed one."""
+    """A continued run has the rates of an undisturbed one."""
     made, calls = learning_rate_schedule, []
 
     def counted(*arguments):

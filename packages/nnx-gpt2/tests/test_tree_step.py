@@ -64,21 +64,22 @@ def train(config, num_devices, *, num_shards=8, num_steps=2, key=7, rule=RULE, *
 
 
 @pytest.mark.parametrize(
-    ("changes", "options"),
+    ("num_shards", "changes", "options"),
     [
-        pytest.param({"dropout_rate": 0.2}, {"grad_accum_steps": 2}, id="dropout and microbatches"),
+        pytest.param(4, {"dropout_rate": 0.2}, {"grad_accum_steps": 2}, id="dropout and microbatches"),
         pytest.param(
-            {"scan_layers": True}, {"end_of_text": 3}, id="documents and stacked layers", marks=pytest.mark.slow
+            8, {"scan_layers": True}, {"end_of_text": 3}, id="documents and stacked layers", marks=pytest.mark.slow
         ),
-        pytest.param({}, {"rule": MUON}, id="muon", marks=pytest.mark.slow),
-        pytest.param({"dtype": "bfloat16"}, {}, id="bfloat16", marks=pytest.mark.slow),
+        pytest.param(8, {}, {"rule": MUON}, id="muon", marks=pytest.mark.slow),
+        pytest.param(8, {"dtype": "bfloat16"}, {}, id="bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_the_number_of_devices_changes_no_bit(changes, options, tiny):
+def test_the_number_of_devices_changes_no_bit(num_shards, changes, options, tiny):
+    """The last number has one shard per device. Each device compiles programs of its own: four take half the time."""
     config = dataclasses.replace(tiny, **changes)
-    alone, of_alone = train(config, 1, **options)
-    for num_devices in (2, 4):  # each device has its own programs, so eight take twice the time
-        state, metrics = train(config, num_devices, **options)
+    alone, of_alone = train(config, 1, num_shards=num_shards, **options)
+    for num_devices in (2, num_shards):
+        state, metrics = train(config, num_devices, num_shards=num_shards, **options)
         assert tensor_digests(state) == tensor_digests(alone)
         assert metrics == of_alone
 

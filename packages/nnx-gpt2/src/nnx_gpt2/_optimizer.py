@@ -116,7 +116,7 @@ def create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientT
 
 @lru_cache(maxsize=32)
 def _create_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
-    """Return the same functions for the same arguments, so that jit knows them again."""
+    """Return the same functions for the same arguments, so that jit recognizes them."""
     schedule = learning_rate_schedule(config, max_steps)
     adamw = optax.adamw(schedule, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=weight_mask)
     match config.name:

@@ -118,11 +118,8 @@ def check_state_arguments(config: GPT2Config, optimizer: optax.GradientTransform
 @lru_cache(maxsize=32)
 def _shapes(config: GPT2Config, optimizer: optax.GradientTransformation) -> TrainState:
     """Trace the creation of a state once: a step, a new state and a restored one need its shapes."""
-    block = jax.jit(partial(_block_params, config))
-
-    def create(key: PRNGKeyArray) -> TrainState:
-        return _before_first_step(optimizer, _initial_params(config, partial(outer_params, config), block, key))
-
+    outer, block = partial(_outer_params, config), jax.jit(partial(_block_params, config))
+    create = lambda key: _before_first_step(optimizer, _initial_params(outer, block, key))  # noqa: E731
     return jax.eval_shape(create, jax.random.key(0))
 
 
@@ -134,31 +131,46 @@ def _creation(
 
     One program makes any block. A program that makes them all takes longer to compile with each layer.
     """
-    places = jax.tree.map(lambda x: x.sharding, abstract_train_state(config, optimizer, mesh))
+    outer, block = partial(_outer_params, config), partial(_block_params, config)
+    if mesh is None:
+        outer, block = jax.jit(outer), jax.jit(block)
+    else:
+        places = tree_shardings(_shapes(config, optimizer), mesh)
+        blocks = places.params["h"]
+        outer_places = {name: place for name, place in places.params.items() if name != "h"}
+        outer = jax.jit(outer, out_shardings=(outer_places, places.step))
+        block = jax.jit(block, out_shardings=blocks if config.scan_layers else blocks[0])
+    begin = _beginning(config, optimizer, mesh)
+    return lambda key: begin(_initial_params(outer, block, key))
 
-    def jitted(function: Callable[..., Any], shardings: Any, **options: Any) -> Callable[..., Any]:
-        """Without a mesh, the arrays are not bound to the default device."""
-        return jax.jit(function, **options) if mesh is None else jax.jit(function, out_shardings=shardings, **options)
 
-    blocks = places.params["h"]
-    outer_places = {name: place for name, place in places.params.items() if name != "h"}
-    outer = jitted(partial(outer_params, config), (outer_places, places.step))
-    block = jitted(partial(_block_params, config), blocks if config.scan_layers else blocks[0])
-    begin = jitted(partial(_before_first_step, optimizer), places, donate_argnums=0)
-    return lambda key: begin(_initial_params(config, outer, block, key))
+@lru_cache(maxsize=32)
+def _beginning(
+    config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None
+) -> Callable[[Params], TrainState]:
+    """Return the program that makes a state of its parameters, which it donates."""
+    begin = partial(_before_first_step, optimizer)
+    if mesh is None:
+        return jax.jit(begin, donate_argnums=0)
+    return jax.jit(begin, out_shardings=tree_shardings(_shapes(config, optimizer), mesh), donate_argnums=0)
 
 
-def _initial_params(config: GPT2Config, outer: Callable[..., Any], block: Callable[..., Any], key: Any) -> Params:
+def _initial_params(outer: Callable[..., Any], block: Callable[..., Any], key: Any) -> Params:
     """Return the initial parameters from the functions of the modules outside the blocks and of a block."""
     params, keys = outer(key)
-    layers = range(config.num_layers)
-    return {**params, "h": block(keys) if config.scan_layers else {i: block(keys, i) for i in layers}}
+    return {**params, "h": dict(enumerate(map(block, keys))) if isinstance(keys, list) else block(keys)}
 
 
-def _block_params(config: GPT2Config, keys: Key[Array, " L"], layer: Any = None) -> Params:
-    """Return the parameters of a block, or of all blocks, stacked."""
+def _outer_params(config: GPT2Config, key: PRNGKeyArray) -> tuple[Params, Any]:
+    """Return the parameters outside the blocks, and a list of a key for each block, or an array for stacked ones."""
+    params, keys = outer_params(config, key)
+    return params, keys if config.scan_layers else list(keys)
+
+
+def _block_params(config: GPT2Config, keys: Key[Array, "..."]) -> Params:
+    """Return the parameters of the block of a key, or of those of an array of keys, stacked."""
     make = partial(block_params, config)
-    return jax.vmap(make)(keys) if layer is None else make(keys[layer])
+    return jax.vmap(make)(keys) if keys.ndim else make(keys)
 
 
 def _create_from(
@@ -172,8 +184,7 @@ def _create_from(
     check_params(config, params, has_more_positions=True)
     shapes = abstract_train_state(config, optimizer, mesh)
     placed = jax.tree_util.tree_map_with_path(lambda path, like: _place(leaves[dotted_name(path)], like), shapes.params)
-    shardings = jax.tree.map(lambda like: like.sharding, shapes)
-    return jax.jit(partial(_before_first_step, optimizer), out_shardings=shardings, donate_argnums=0)(placed)
+    return _beginning(config, optimizer, mesh)(placed)
 
 
 def _place(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -75,6 +75,8 @@ def make_train_step(
     (`optax.ScaleByScheduleState`), which count from 0 as `state.step`. Adam's count for its bias correction is the
     number of updates of its moments, so a skipped step does not advance it.
 
+    Equal arguments give the same step, which is compiled once: an optimizer of your own must be of pure functions.
+
     Args:
         config: the model's shape.
         optimizer: see `create_optimizer`.
@@ -104,7 +106,7 @@ def make_train_step(
     )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def _make_train_step(
     config: GPT2Config,
     optimizer: optax.GradientTransformation,
@@ -242,7 +244,9 @@ def is_donated(shapes: TrainState, mesh: Mesh | None) -> bool:
     """
     leaves = jax.tree.leaves(shapes)
     largest_bytes = max(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    return target_of(mesh).platform != "cpu" or largest_bytes > _KEPT_BYTES
+    is_large = target_of(mesh).platform != "cpu" or largest_bytes > _KEPT_BYTES
+    config: Any = jax.config
+    return is_large and not config.jax_debug_nans  # jax looks for a NaN by a second run with the same arguments
 
 
 def _computes_halves(config: GPT2Config, mesh: Mesh | None) -> bool:

@@ -16,7 +16,7 @@ Shapes: B batch, S shards, b = B / S windows of a shard, D devices, W = T + 1 to
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -130,7 +130,7 @@ class TreeTrainStep:
         _check_shape(self._config, windows.shape, windows.dtype, self._shards.number, self._num_microbatches)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def _train_programs(
     config: GPT2Config,
     optimizer: optax.GradientTransformation,
@@ -181,8 +181,7 @@ def make_tree_eval_step(
     check_type("config", config, GPT2Config)
     check_end_of_text(end_of_text, config.vocab_size)
     shards = _Shards(mesh, num_shards)
-    shard_losses, concatenate = _eval_programs(config, mesh, end_of_text)
-    replicate = jax.jit(lambda x: x, out_shardings=replicated(mesh))
+    shard_losses, concatenate, replicate = _eval_programs(config, mesh, end_of_text)
 
     def eval_step(params: Params, windows: Integer[Array, "B W"]) -> Float[Array, "B T"]:
         check_batch(windows, "windows")
@@ -194,12 +193,12 @@ def make_tree_eval_step(
 
 
 @lru_cache(maxsize=32)
-def _eval_programs(config: GPT2Config, mesh: Mesh, end_of_text: int | None) -> tuple[Any, Any]:
+def _eval_programs(config: GPT2Config, mesh: Mesh, end_of_text: int | None) -> tuple[Any, Any, Any]:
     def shard_losses(params: Params, windows: Integer[Array, "b W"], shard: Int[Array, ""]) -> Float[Array, "b T"]:
         with compiled_for_each(mesh):
             return losses_of(config, params, windows, end_of_text)
 
-    return jax.jit(shard_losses), jax.jit(jnp.concatenate)
+    return jax.jit(shard_losses), jax.jit(jnp.concatenate), jax.jit(lambda x: x, out_shardings=replicated(mesh))
 
 
 @lru_cache(maxsize=32)
@@ -212,6 +211,11 @@ def _check_shape(
         check_rows(config, windows, num_shards, num_microbatches)
 
     jax.eval_shape(check, jax.ShapeDtypeStruct(shape, dtype))
+
+
+@partial(jax.jit, static_argnums=0)
+def _split(num_parts: int, rows: Array) -> list[Array]:
+    return jnp.split(rows, num_parts)
 
 
 class _Shards:
@@ -241,7 +245,7 @@ class _Shards:
         ranks = {device: rank for rank, device in enumerate(mesh.devices.flat)}
         self.devices = [*mesh.local_devices] or [*mesh.devices.flat][:1]  # none is here: a compiler is asked alone
         self._first_shards = [ranks[device] * self._per_device for device in self.devices]
-        self._split = jax.jit(lambda rows: jnp.split(rows, self._per_device))
+        self._split = partial(_split, self._per_device)
         # One device has one queue of programs, unless several threads call them.
         is_threaded = self.devices[0].platform == "cpu" and len(self.devices) == 1
         num_threads = min(self._per_device, _num_threads()) if is_threaded else 1

@@ -44,9 +44,9 @@ def diverged(what: str) -> TrainingDivergedError:
 
 
 class _LearningRates:
-    """The learning rate of each step, computed for many steps at once.
+    """The learning rate of each step, computed on the host, for many steps at once.
 
-    A rate that is computed alone waits for the steps that the device has been given before, and the device then waits
+    A rate that is computed on the device of the steps waits for those that are in its queue, and the device then waits
     for its next step.
     """
 
@@ -55,6 +55,10 @@ class _LearningRates:
     def __init__(self, config: PretrainConfig) -> None:
         self._schedule = learning_rate_schedule(config.optimizer, config.train.max_steps)
         self._last = config.train.max_steps - 1
+        try:
+            self._host = jax.local_devices(backend="cpu")[0]
+        except RuntimeError:  # JAX_PLATFORMS names the accelerator alone
+            self._host = None
         self._first = 0
         self._rates = self._from(0)  # compiled before the first step is timed
 
@@ -68,7 +72,8 @@ class _LearningRates:
 
     def _from(self, first: int) -> NDArray[np.float32]:
         steps = np.minimum(np.arange(first, first + self._NUM_AT_ONCE), self._last)
-        return np.asarray(self._schedule(steps.astype(np.int32)))
+        with jax.default_device(self._host):
+            return np.asarray(self._schedule(steps.astype(np.int32)))
 
 
 class StepMeter:
