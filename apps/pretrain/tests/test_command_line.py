@@ -1,6 +1,8 @@
 """Command lines: the values of options, and one sentence with a suggestion for each wrong name or value."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -328,3 +330,13 @@ def test_versions_are_printed(capsys):
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert list(lines) == ["pretrain", "nnx-gpt2", "owt-data", "ray-jax-launch", "jax", "ray"]
     assert all(number[0].isdigit() for number in lines.values())
+
+
+def test_the_imports_of_a_command_are_seldom_searched_for_garbage():
+    count = "print(sum(of_generation['collections'] for of_generation in gc.get_stats()))"
+    start = "from pretrain.__main__ import main; sys.argv = ['pretrain', '--help']; main()"
+    found = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+        for code in (f"import gc, jax, rich, sys; {count}", f"import gc, sys; {start}; import jax; {count}")
+    ]
+    assert int(found[1]) < int(found[0]) / 4
