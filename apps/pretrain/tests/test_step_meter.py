@@ -58,7 +58,7 @@ def test_learning_rates_are_computed_for_many_steps_at_once(schedule, monkeypatc
 
     def counted(*arguments):
         rate = made(*arguments)
-        return lambda steps: calls.append(len(steps)) or rate(steps)
+        return lambda steps: calls.append((len(steps), getattr(jax.config, "jax_default_device"))) or rate(steps)  # noqa: B009 - untyped
 
     monkeypatch.setattr("pretrain._training.step_meter.learning_rate_schedule", counted)
     config = CONFIG.with_options({"train.max_steps": 2500, "optimizer.schedule": schedule})
@@ -69,10 +69,24 @@ def test_learning_rates_are_computed_for_many_steps_at_once(schedule, monkeypatc
         meter.add(metrics(1.0))
         found.append(meter.wait_for_record(step)["learning_rate"])
         assert found[-1] == pytest.approx(float(expected(step - 1)), rel=1e-5)
-    assert calls == [1024, 1024]
+    assert calls == [(1024, jax.local_devices(backend="cpu")[0])] * 2
     continued.add(metrics(1.0))
     assert continued.wait_for_record(2499)["learning_rate"] == found[-2]
     assert (found[-1] < found[-2] < found[4]) == (schedule != "constant")
+
+
+def test_a_process_without_the_platform_cpu_has_learning_rates(monkeypatch):
+    of_all = jax.local_devices
+
+    def local_devices(*arguments, backend=None, **options):
+        if backend == "cpu":
+            raise RuntimeError("Unknown backend cpu")  # as with JAX_PLATFORMS=cuda
+        return of_all(*arguments, backend=backend, **options)
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    meter = make_meter()
+    meter.add(metrics(1.0))
+    assert meter.wait_for_record(13)["learning_rate"] == pytest.approx(2e-3 * 13 / 51, rel=1e-5)
 
 
 def test_a_record_has_the_mean_loss_and_the_largest_gradient_of_the_steps_since_the_last_one():

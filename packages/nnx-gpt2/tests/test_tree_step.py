@@ -75,7 +75,7 @@ def train(config, num_devices, *, num_shards=8, num_steps=2, key=7, rule=RULE, *
     ],
 )
 def test_the_number_of_devices_changes_no_bit(num_shards, changes, options, tiny):
-    """The last number has one shard per device. Each device compiles programs of its own: four take half the time."""
+    """The last number has one shard per device. Each device compiles programs of its own."""
     config = dataclasses.replace(tiny, **changes)
     alone, of_alone = train(config, 1, num_shards=num_shards, **options)
     for num_devices in (2, num_shards):

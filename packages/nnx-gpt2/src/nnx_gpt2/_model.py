@@ -427,13 +427,15 @@ def split_params(model: GPT2) -> Params:
     return nnx.to_pure_dict(nnx.state(model))
 
 
-def outer_params(config: GPT2Config, key: PRNGKeyArray) -> tuple[Params, Key[Array, " L"]]:
-    """Return the initial parameters of a model outside its blocks, and the random key of each block."""
+def outer_params(config: GPT2Config, key: PRNGKeyArray) -> tuple[Params, Any]:
+    """Return the initial parameters outside the blocks, and the key of each block: a list, or an array if stacked."""
     wte, wpe, ln_f, keys = _outer_modules(config, nnx.Rngs(key))
     modules = {"wte": wte, "wpe": wpe, "ln_f": ln_f}
-    return {name: nnx.to_pure_dict(nnx.state(module)) for name, module in modules.items()}, keys
+    params = {name: nnx.to_pure_dict(nnx.state(module)) for name, module in modules.items()}
+    return params, keys if config.scan_layers else list(keys)
 
 
-def block_params(config: GPT2Config, key: PRNGKeyArray) -> Params:
-    """Return the initial parameters of a block."""
-    return nnx.to_pure_dict(nnx.state(Block(config, rngs=nnx.Rngs(key))))
+def block_params(config: GPT2Config, key: Key[Array, "..."]) -> Params:
+    """Return the initial parameters of the block of a key, or those of the blocks of an array of keys, stacked."""
+    make = lambda key: nnx.to_pure_dict(nnx.state(Block(config, rngs=nnx.Rngs(key))))  # noqa: E731
+    return jax.vmap(make)(key) if key.ndim else make(key)

@@ -44,7 +44,7 @@ def learning_rate_schedule(config: OptimizerConfig, max_steps: int) -> Callable[
 
 @lru_cache(maxsize=32)
 def _schedule(config: OptimizerConfig, max_steps: int) -> Callable[[Any], jax.Array]:
-    """Return the schedule as one program: its operations, one by one, take half a second to compile.
+    """Return the schedule as one program: its operations, one by one, take 0.4 s to compile.
 
     The last step of a decay has a rate of its own, because the program rounds in other places than the formulas.
     """

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, SingleDeviceSharding
-from jaxtyping import Array, Key, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from nnx_gpt2._dropout import check_key
 from nnx_gpt2._errors import check_type, kind, require
@@ -74,7 +74,7 @@ def create_train_state(
         ValueError: an argument has another type, the parameters are bfloat16 (see `GPT2Config.check_trainable`), the
             mesh does not divide the model, or `params` have another layout, names or shapes than those of `config`.
     """
-    check_state_arguments(config, optimizer, mesh)
+    _check(config, optimizer, mesh)
     check_key(key)
     if params is not None:
         return _create_from(config, optimizer, mesh, params)
@@ -89,7 +89,7 @@ def abstract_train_state(
     Raises:
         ValueError: see `create_train_state`.
     """
-    check_state_arguments(config, optimizer, mesh)
+    _check(config, optimizer, mesh)
     shapes = _shapes(config, optimizer)
     if mesh is None:
         device = SingleDeviceSharding(default_device())
@@ -101,12 +101,7 @@ def abstract_train_state(
     )
 
 
-def check_state_arguments(config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> None:
-    """Check the arguments of `abstract_train_state`.
-
-    Raises:
-        ValueError: see `create_train_state`.
-    """
+def _check(config: GPT2Config, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> None:
     check_type("config", config, GPT2Config)
     check_type("optimizer", optimizer, optax.GradientTransformation, "Make it by create_optimizer.")
     config.check_trainable()
@@ -118,7 +113,7 @@ def check_state_arguments(config: GPT2Config, optimizer: optax.GradientTransform
 @lru_cache(maxsize=32)
 def _shapes(config: GPT2Config, optimizer: optax.GradientTransformation) -> TrainState:
     """Trace the creation of a state once: a step, a new state and a restored one need its shapes."""
-    outer, block = partial(_outer_params, config), jax.jit(partial(_block_params, config))
+    outer, block = partial(outer_params, config), jax.jit(partial(block_params, config))
     create = lambda key: _before_first_step(optimizer, _initial_params(outer, block, key))  # noqa: E731
     return jax.eval_shape(create, jax.random.key(0))
 
@@ -131,7 +126,7 @@ def _creation(
 
     One program makes any block. A program that makes them all takes longer to compile with each layer.
     """
-    outer, block = partial(_outer_params, config), partial(_block_params, config)
+    outer, block = partial(outer_params, config), partial(block_params, config)
     if mesh is None:
         outer, block = jax.jit(outer), jax.jit(block)
     else:
@@ -159,18 +154,6 @@ def _initial_params(outer: Callable[..., Any], block: Callable[..., Any], key: A
     """Return the initial parameters from the functions of the modules outside the blocks and of a block."""
     params, keys = outer(key)
     return {**params, "h": dict(enumerate(map(block, keys))) if isinstance(keys, list) else block(keys)}
-
-
-def _outer_params(config: GPT2Config, key: PRNGKeyArray) -> tuple[Params, Any]:
-    """Return the parameters outside the blocks, and a list of a key for each block, or an array for stacked ones."""
-    params, keys = outer_params(config, key)
-    return params, keys if config.scan_layers else list(keys)
-
-
-def _block_params(config: GPT2Config, keys: Key[Array, "..."]) -> Params:
-    """Return the parameters of the block of a key, or of those of an array of keys, stacked."""
-    make = partial(block_params, config)
-    return jax.vmap(make)(keys) if keys.ndim else make(keys)
 
 
 def _create_from(

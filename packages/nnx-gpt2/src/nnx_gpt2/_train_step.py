@@ -25,7 +25,7 @@ from nnx_gpt2._params import Params
 from nnx_gpt2._sharding import check_axis_names, num_batch_shards, replicated
 from nnx_gpt2._target import compiled_for, target_of
 from nnx_gpt2._token_ids import check_batch, check_end_of_text, check_windows, have_known_ids
-from nnx_gpt2._train_state import TrainState, abstract_train_state, check_state_arguments
+from nnx_gpt2._train_state import TrainState, abstract_train_state
 
 
 @runtime_checkable
@@ -92,7 +92,7 @@ def make_train_step(
             as an array, such as a text, is jax's TypeError. It cuts 64-bit ids of numpy to 32 bits: `put_batch` rejects
             those that do not fit.)
     """
-    check_state_arguments(config, optimizer, mesh)
+    shapes = abstract_train_state(config, optimizer, mesh)
     grad_accum_steps = checked_microbatches(grad_accum_steps)
     check_end_of_text(end_of_text, config.vocab_size)
     return _make_train_step(
@@ -102,7 +102,7 @@ def make_train_step(
         grad_accum_steps=grad_accum_steps,
         end_of_text=end_of_text,
         in_halves=_computes_halves(config, mesh),
-        donates=is_donated(abstract_train_state(config, optimizer, mesh), mesh),
+        donates=is_donated(shapes, mesh),
     )
 
 
