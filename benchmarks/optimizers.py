@@ -6,13 +6,13 @@
 For each model and each text:
 
 1. Tuning. Both rules have a grid of the same size, on a seed that is not compared. The lowest validation loss wins.
-2. AdamW trains once with each seed. Muon trains with the same seeds, windows and initial parameters, as runs of several
-   lengths, each with the schedule of its length.
-3. The steps of Muon to the loss of AdamW are interpolated between its lengths, for each seed. The interval is that of
+2. AdamW trains once with each seed. Muon trains with the same seeds, windows and initial parameters. Its runs have the
+   lengths of a list, each with the schedule of its length, until two neighbors have the loss of AdamW between them.
+3. The steps of Muon to the loss of AdamW are interpolated between these two, for each seed. The interval is that of
    `compare --against`, over seeds. The time is the steps times the ratio of the step times, measured in turns.
 
 No Ray, no checkpoints: the train step alone, bytes, windows at random places. `--kept FILE` keeps the loss of each run:
-the same command continues. Writes optimizers.md and optimizers.json.
+the same command continues, and two commands may share the file. Writes optimizers.md and optimizers.json.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,10 @@ VAL_SHARE = 0.1
 TUNING_SEED = 1000
 EVAL_ROWS, NUM_EVALS = 32, 16
 WARM_STEPS, TIMED_STEPS = 5, 40
-LENGTHS = (0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
+LENGTHS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.25, 1.5)
 GRIDS = {
-    ADAMW: {"learning_rate": (1e-3, 2e-3, 4e-3, 8e-3), "weight_decay": (0.03, 0.1, 0.3)},
-    MUON: {"muon_learning_rate": (2.5e-3, 5e-3, 1e-2, 2e-2), "learning_rate": (1e-3, 3e-3, 1e-2)},
+    ADAMW: {"learning_rate": (1e-3, 2e-3, 4e-3, 8e-3), "weight_decay": (0.1, 0.3)},
+    MUON: {"muon_learning_rate": (5e-3, 1e-2, 2e-2, 4e-2), "learning_rate": (3e-3, 1e-2)},
 }
 SHORT_GRIDS = {
     ADAMW: {"learning_rate": (4e-3,)},
@@ -64,7 +64,7 @@ SHORT_GRIDS = {
 }
 # The settings of preset `baby`: a warmup over a twentieth of the run, and a cosine to a tenth of the peak.
 COMMON = OptimizerConfig(beta2=0.99)
-WARMUP_SHARE, MOMENTUM_SHARE = 0.05, 0.15  # 300 updates of 2,000 with a rising momentum
+WARMUP_SHARE, MOMENTUM_SHARE = 0.05, 0.15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Job:
     batch_size: int
     steps: int
     lengths: tuple[float, ...] = LENGTHS
-    """Shares of `steps` that runs of Muon have."""
+    """Shares of `steps` that runs of Muon may have, rising."""
 
 
 def model(seq_len: int, num_layers: int, num_heads: int, embed_dim: int) -> GPT2Config:
@@ -87,8 +87,8 @@ def model(seq_len: int, num_layers: int, num_heads: int, embed_dim: int) -> GPT2
 
 
 JOBS = {
-    "baby": Job(model=model(64, 4, 4, 128), batch_size=12, steps=2000),
-    "6x256": Job(model=model(128, 6, 4, 256), batch_size=16, steps=1500),
+    "baby": Job(model=model(64, 4, 4, 128), batch_size=12, steps=500),
+    "6x256": Job(model=model(128, 6, 4, 256), batch_size=8, steps=200),
 }
 SHORT_JOB = Job(model=model(16, 1, 2, 32), batch_size=8, steps=60, lengths=(0.5, 1.0))
 
@@ -106,9 +106,9 @@ class Corpus:
         self.name, self.num_bytes = Path(name).name, len(tokens)
         self._train, self._val = tokens[:first_val], tokens[first_val:]
 
-    def windows(self, seed: int, job: Job) -> NDArray[np.uint16]:
-        """Return the windows of all steps, `uint16[steps, batch, seq_len + 1]`: the same for each rule and length."""
-        return _windows(self._train, (job.steps, job.batch_size), job, seed)
+    def windows(self, seed: int, job: Job, steps: int) -> NDArray[np.uint16]:
+        """Return the windows of the first steps, `uint16[steps, batch, seq_len + 1]`: the same for each rule."""
+        return _windows(self._train, (steps, job.batch_size), job, seed)
 
     def val_windows(self, job: Job) -> NDArray[np.uint16]:
         """Return the windows of each validation, `uint16[NUM_EVALS, EVAL_ROWS, seq_len + 1]`."""
@@ -149,7 +149,7 @@ class Runs:
         step, evaluate = make_train_step(job.model, optimizer), make_eval_step(job.model)
         for seed, key in missing:
             state = create_train_state(job.model, optimizer, jax.random.key(seed))
-            for batch in corpus.windows(seed, job)[:steps]:
+            for batch in corpus.windows(seed, job, steps):
                 state, _ = step(state, batch, jax.random.key(seed))
             losses = [float(evaluate(state.params, rows).mean()) for rows in corpus.val_windows(job)]
             self._losses[key] = statistics.fmean(losses)
@@ -173,23 +173,36 @@ def tune(runs: Runs, job: Job, corpus: Corpus, rule: str, grid: dict[str, Sequen
     return {"rates": rates, "at_the_edge": ends, "tried": tried}
 
 
-def share_of_steps(wanted: float, lengths: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
+def share_of_steps(
+    wanted: float, lengths: Sequence[float], loss_of: Callable[[float], float], first: float
+) -> tuple[float, bool]:
     """Return the length of a run with a loss, and whether it is between the lengths: else it is the nearest one.
 
     Interpolates linearly in the logarithm of the length.
+
+    Args:
+        wanted: the loss.
+        lengths: the lengths, rising.
+        loss_of: trains a run of one of the lengths, and returns its loss.
+        first: about where the length is.
     """
-    if losses[0] <= wanted:
-        return lengths[0], False
-    for (short, above), (long, below) in itertools.pairwise(zip(lengths, losses, strict=True)):
-        if below <= wanted < above:
-            share = (above - wanted) / (above - below)
-            return math.exp(math.log(short) + share * math.log(long / short)), True
-    return lengths[-1], False
+    place = max(index for index in range(len(lengths) - 1) if index == 0 or lengths[index] <= first)
+    while place > 0 and loss_of(lengths[place]) <= wanted:
+        place -= 1
+    while place < len(lengths) - 2 and loss_of(lengths[place + 1]) > wanted:
+        place += 1
+    short, long = lengths[place], lengths[place + 1]
+    above, below = loss_of(short), loss_of(long)
+    if above <= wanted:
+        return short, False
+    if below > wanted:
+        return long, False
+    return short * (long / short) ** ((above - wanted) / (above - below)), True
 
 
 def step_times(job: Job, corpus: Corpus, rates: dict[str, dict[str, float]], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of a step of each rule, by round. The rules take turns."""
-    windows = corpus.windows(TUNING_SEED, job)[: WARM_STEPS + TIMED_STEPS]
+    windows = corpus.windows(TUNING_SEED, job, WARM_STEPS + TIMED_STEPS)
     times: dict[str, list[float]] = {rule: [] for rule in rates}
     trained = {}
     for rule, of_rule in rates.items():
@@ -214,14 +227,20 @@ def compare(
     """Tune both rules, train all runs of a model on a text, and return the figures of a row."""
     tuned = {rule: tune(runs, job, corpus, rule, grid) for rule, grid in grids.items()}
     rates = {rule: found["rates"] for rule, found in tuned.items()}
-    of_adamw = runs.final_losses(job, corpus, ADAMW, rates[ADAMW], job.steps, seeds)
-    of_muon = [
-        runs.final_losses(job, corpus, MUON, rates[MUON], round(job.steps * length), seeds) for length in job.lengths
-    ]
-    found = [
-        share_of_steps(wanted, job.lengths, losses)
-        for wanted, losses in zip(of_adamw, zip(*of_muon, strict=True), strict=True)
-    ]
+    muon_losses: dict[int, dict[float, float]] = {}
+
+    def share_of(seed: int, first: float) -> tuple[float, bool]:
+        (wanted,) = runs.final_losses(job, corpus, ADAMW, rates[ADAMW], job.steps, [seed])
+        losses = muon_losses.setdefault(seed, {})
+
+        def loss_of(length: float) -> float:
+            (losses[length],) = runs.final_losses(job, corpus, MUON, rates[MUON], round(job.steps * length), [seed])
+            return losses[length]
+
+        return share_of_steps(wanted, job.lengths, loss_of, first)
+
+    first, _ = share_of(TUNING_SEED, 1.0)
+    found = [share_of(seed, first) for seed in seeds]
     times = step_times(job, corpus, rates, rounds)
     medians = {rule: statistics.median(of_rule) for rule, of_rule in times.items()}
     return {
@@ -232,29 +251,29 @@ def compare(
         "seq_len": job.model.seq_len,
         "steps": job.steps,
         "tuned": tuned,
-        "adamw_losses": of_adamw,
-        "muon_losses": dict(zip(map(str, job.lengths), of_muon, strict=True)),
+        "adamw_losses": runs.final_losses(job, corpus, ADAMW, rates[ADAMW], job.steps, seeds),
+        "muon_losses": muon_losses,
         "shares": [share for share, _ in found],
         "num_outside": sum(not is_inside for _, is_inside in found),
-        "share_of_steps": interval([math.log(share) for share, _ in found], math.exp),
-        "loss_difference": interval(np.subtract(of_muon[-1], of_adamw).tolist(), float),
+        "share_of_steps": mean_share([share for share, _ in found]),
         "step_s": times,
         "step_ratio": medians[MUON] / medians[ADAMW],
     }
 
 
-def interval(values: Sequence[float], transform: Any) -> list[float]:
-    """Return the mean over seeds with the ends of its interval; without ends for one seed."""
-    if len(values) < 2:
-        return [transform(values[0])]
-    found = over_seeds(values)
-    return [transform(found.mean + side * found.half_width) for side in (0, -1, 1)]
+def mean_share(shares: Sequence[float]) -> list[float]:
+    """Return the geometric mean over seeds with the ends of its interval; without ends for one seed."""
+    logs = [math.log(share) for share in shares]
+    if len(logs) < 2:
+        return [math.exp(logs[0])]
+    found = over_seeds(logs)
+    return [math.exp(found.mean + side * found.half_width) for side in (0, -1, 1)]
 
 
-def shown(values: Sequence[float], form: str, factor: float = 1.0) -> str:
+def shown(shares: Sequence[float], factor: float = 1.0) -> str:
     """Return an estimate with its interval as text."""
-    texts = [format(value * factor, form) for value in values]
-    return f"{texts[0]} ({texts[1]} to {texts[2]})" if len(texts) > 1 else f"{texts[0]} (one seed)"
+    texts = [f"{share * factor:.2f}" for share in shares]
+    return f"{texts[0]}x ({texts[1]} to {texts[2]})" if len(texts) > 1 else f"{texts[0]}x (one seed)"
 
 
 def report(results: dict[str, Any]) -> str:
@@ -266,16 +285,16 @@ def report(results: dict[str, Any]) -> str:
         f"{results['hardware']}, {results['date']}, {versions}, {results['seconds']:.0f} s.",
         f"{results['seeds']} seeds; 95 % intervals over seeds, as of `compare --against`.",
         "",
-        "| model | text | AdamW's loss | Muon's loss - AdamW's, same steps | Muon's steps to AdamW's loss "
-        "| step time | time to AdamW's loss |",
+        "| model | text | steps x tokens | AdamW's loss | Muon's steps to AdamW's loss | step time "
+        "| time to AdamW's loss |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in results["rows"]:
         outside = f"; {row['num_outside']} seeds beyond the lengths" if row["num_outside"] else ""
         lines.append(
-            f"| {name} | {row['text']} | {statistics.fmean(row['adamw_losses']):.4f} "
-            f"| {shown(row['loss_difference'], '+.4f')} | {shown(row['share_of_steps'], '.2f')}x{outside} "
-            f"| {row['step_ratio']:.2f}x | {shown(row['share_of_steps'], '.2f', row['step_ratio'])}x |"
+            f"| {name} | {row['text']} | {row['steps']:,} x {row['batch'] * row['seq_len']:,} "
+            f"| {statistics.fmean(row['adamw_losses']):.4f} | {shown(row['share_of_steps'])}{outside} "
+            f"| {row['step_ratio']:.2f}x | {shown(row['share_of_steps'], row['step_ratio'])} |"
         )
     lines += ["", "## Tuning", "", "| model | text | rule | rates | at the edge of the grid | loss |", "|" + "---|" * 6]
     for name, row in results["rows"]:
@@ -295,9 +314,8 @@ def report(results: dict[str, Any]) -> str:
         "peak. Muon has the scaling `rms`, a momentum of 0.95, and a warmup of it over 15 % of the steps; AdamW "
         "updates its embeddings, biases and norms.",
         "",
-        f"Muon's runs have {', '.join(results['rows'][0][1]['muon_losses'])} of AdamW's steps, each with its own "
-        "schedule, and its rates are those tuned at the full length. The loss is that of "
-        f"{NUM_EVALS * EVAL_ROWS} windows of the last tenth of the text.",
+        "Each length of Muon has its own schedule, and the rates that were tuned at AdamW's number of steps. The loss "
+        f"is that of {NUM_EVALS * EVAL_ROWS} windows of the last tenth of the text.",
     ]
     return "\n".join(lines) + "\n"
 
