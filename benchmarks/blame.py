@@ -174,7 +174,7 @@ def facts(found: BlamedStep, document: str) -> dict[str, Any]:
         "step_loss": comparison.losses[0],
         "score": found.score,
         "score_without": comparison.score_without,
-        "later": float(np.mean(np.subtract(comparison.losses[1:], comparison.without[1:]))),
+        "later": float(np.mean(np.subtract(comparison.losses[1:], comparison.losses_without[1:]))),
         "largest_difference": found.largest_difference,
         "text": suspect.text[:40],
     }

@@ -199,7 +199,7 @@ def test_the_output_says_whether_the_steps_before_are_those_of_the_run(differenc
 @pytest.mark.parametrize(("num_steps", "end"), [(3, []), (4, ["the run ends at step 9"])])
 def test_the_tables_have_a_legend_and_the_end_of_the_run(num_steps, end):
     compared = Comparison(
-        ids=("w1",), num_windows=1, losses=[2.0, 1.0, math.nan], without=[1.5, 1.0, 1.25], score_without=None
+        without=("w1",), num_windows=1, losses=[2.0, 1.0, math.nan], losses_without=[1.5, 1.0, 1.25], score_without=None
     )
     found = BlamedStep(
         step=7, loss=2.0, score=None, checkpoint=None, largest_difference=0.0, grad_norm=0.5, windows=[SUSPECT] * 2,

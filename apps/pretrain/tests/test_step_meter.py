@@ -22,7 +22,7 @@ from pretrain import PRESETS
 from pretrain._config import with_vocab_size
 from pretrain._run.metrics import windows_digest
 from pretrain._run.spikes import spike_scores
-from pretrain._training.step_meter import NOTHING_UNRECORDED, StepMeter
+from pretrain._training.step_meter import StepMeter, Unrecorded
 
 CONFIG = with_vocab_size(PRESETS["quickstart"](), 257).with_options({"train.order": "shuffle"})
 TRAIN = TokenSequence((TokenSpan(path="not read", start=0, stop=3000 * 64 + 1),))
@@ -331,9 +331,8 @@ def test_a_stop_between_two_records_does_not_change_the_next_one():
         if number == 2:
             after.restore(json.loads(json.dumps(before.wait_for_unrecorded())))
     assert after.wait_for_record(5) == whole.wait_for_record(5)
-    assert after.wait_for_unrecorded() == NOTHING_UNRECORDED | {
-        "trailing_losses": np.asarray(losses, np.float32).tolist()
-    }
+    nothing = Unrecorded(trailing_losses=np.asarray(losses, np.float32).tolist())
+    assert after.wait_for_unrecorded() == dataclasses.asdict(nothing)
 
 
 MODEL = GPT2Config(vocab_size=65, seq_len=8, num_layers=1, num_heads=1, embed_dim=8)

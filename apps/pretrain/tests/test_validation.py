@@ -49,7 +49,7 @@ def test_the_full_loss_predicts_each_token_once(params, tokens, num_tokens, batc
     validation = Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=batch_size)
     assert (validation.num_tokens, validation.is_full) == (NUM_TOKENS - 1, True)
     expected = evaluate_tokens(merge(MODEL, params), tokens.read())
-    assert validation.loss(params) == pytest.approx(expected.loss, rel=1e-6)
+    assert validation.evaluate(params)[0] == pytest.approx(expected.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
@@ -66,7 +66,9 @@ def test_the_last_window_counts_the_tokens_that_are_left_alone(params, tokens, r
     tokens = tokens.between(0, 1 + 3 * 8 + rest)
     validation = Validation(MODEL, tokens, num_tokens=None, batch_size=2)
     assert validation.num_tokens == 24 + rest
-    assert validation.loss(params) == pytest.approx(evaluate_tokens(merge(MODEL, params), tokens.read()).loss, rel=1e-6)
+    assert validation.evaluate(params)[0] == pytest.approx(
+        evaluate_tokens(merge(MODEL, params), tokens.read()).loss, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(("memory_bytes", "num_steps"), [(1 << 40, 1), (1, 21)])
@@ -74,7 +76,7 @@ def test_a_batch_that_was_made_smaller_to_fit_has_the_same_loss(params, tokens, 
     monkeypatch.setattr("pretrain._training.device_memory.device_memory_bytes", lambda: memory_bytes)
     validation, steps = Validation(MODEL, tokens, num_tokens=None, batch_size=64), []
     validation.fit(params)
-    loss = validation.loss(params, lambda firsts: steps.extend(firsts) or firsts)
+    loss = validation.evaluate(params, lambda firsts: steps.extend(firsts) or firsts)[0]
     assert loss == pytest.approx(evaluate_tokens(merge(MODEL, params), tokens.read()).loss, rel=1e-6)
     assert len(steps) == num_steps
 
@@ -83,7 +85,9 @@ def test_tokens_of_whole_windows_have_no_last_window_of_their_own(params, tokens
     tokens = tokens.between(0, 1 + 20 * 8)
     validation = Validation(MODEL, tokens, num_tokens=None, batch_size=4)
     assert validation.num_tokens == 160
-    assert validation.loss(params) == pytest.approx(evaluate_tokens(merge(MODEL, params), tokens.read()).loss, rel=1e-6)
+    assert validation.evaluate(params)[0] == pytest.approx(
+        evaluate_tokens(merge(MODEL, params), tokens.read()).loss, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(("num_tokens", "indices"), [(32, [0, 5, 10, 15]), (47, [0, 4, 8, 12, 16]), (1, [0])])
@@ -92,14 +96,15 @@ def test_a_part_is_windows_spread_evenly(params, tokens, num_tokens, indices, ba
     validation = Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=batch_size)
     assert (validation.num_tokens, validation.is_full) == (8 * len(indices), False)
     expected = np.mean([window_loss(params, tokens, index) for index in indices])
-    assert validation.loss(params) == pytest.approx(expected, rel=1e-6)
+    assert validation.evaluate(params)[0] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [None, 32])
 def test_the_loss_on_a_mesh_is_that_on_a_device(params, tokens, num_tokens):
     mesh = make_mesh()
     losses = {
-        Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=8, mesh=of).loss(params) for of in (mesh, None)
+        Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=8, mesh=of).evaluate(params)[0]
+        for of in (mesh, None)
     }
     assert max(losses) == pytest.approx(min(losses), rel=1e-6)
 
@@ -110,7 +115,9 @@ def test_small_batches_are_read_several_at_once(params, tokens, batch_size, num_
     validation = Validation(model, tokens, num_tokens=None, batch_size=batch_size, fill_steps=True)
     steps = []
     expected = evaluate_tokens(merge(MODEL, params), tokens.read()).loss
-    assert validation.loss(params, lambda firsts: steps.extend(firsts) or firsts) == pytest.approx(expected, rel=1e-6)
+    assert validation.evaluate(params, lambda firsts: steps.extend(firsts) or firsts)[0] == pytest.approx(
+        expected, rel=1e-6
+    )
     assert len(steps) == num_steps
 
 

@@ -17,24 +17,17 @@ from rich.console import Console
 
 from pretrain._command_line.arguments import build_command, split_command
 from pretrain._command_line.command_classes import (
+    COMMANDS,
     BlameCommand,
-    Command,
-    CompareCommand,
-    DataCommand,
-    DiffCommand,
     DoctorCommand,
     EvalCommand,
     ExportCommand,
     PlanCommand,
     ReplayCommand,
-    ReportCommand,
-    RunsCommand,
     SampleCommand,
     ShowConfig,
     SweepCommand,
     TrainCommand,
-    VerifyCommand,
-    WatchCommand,
 )
 from pretrain._command_line.completion import completion_script
 from pretrain._command_line.config_file import to_toml
@@ -55,16 +48,13 @@ _INTERRUPTED = 130
 _NO_READER = 141
 _TRAINING = (PretrainConfig, TrainCommand, SweepCommand)
 _USERS_OF_JAX = (*_TRAINING, SampleCommand, EvalCommand, ExportCommand, PlanCommand, BlameCommand, ReplayCommand)
-_ANSWERS: dict[type, str] = {
-    ReportCommand: "report.report",
-    CompareCommand: "compare.compare",
-    BlameCommand: "blame.blame",
-    DiffCommand: "diff.diff",
-    ReplayCommand: "replay.replay",
-    VerifyCommand: "verify_run.verify",
-    DoctorCommand: "doctor.doctor",
-    RunsCommand: "runs.show_runs",
-    WatchCommand: "watch.watch",
+_NAMES = {kind: name for name, kind in COMMANDS.items()}
+# Of a module of `pretrain._commands`, where the name is not twice that of the command.
+_FUNCTIONS = {
+    "data": "data.show_data",
+    "eval": "evaluate.show_evaluation",
+    "runs": "runs.show_runs",
+    "verify": "verify_run.verify",
 }
 _HELP = ("-h", "--help", "--help-all", "--help_all")
 
@@ -132,7 +122,7 @@ def _checked(args: Any) -> list[str]:
     return [*args]
 
 
-def parse_command(arguments: Sequence[str]) -> Command:
+def parse_command(arguments: Sequence[str]) -> Any:
     """Parse the arguments of the command line. The command `train` is the default.
 
     Raises:
@@ -189,7 +179,7 @@ def standard_output() -> Output:
     return Output(file=sys.stdout, emoji=False)
 
 
-def _run(command: Command, began_s: float) -> int:
+def _run(command: Any, began_s: float) -> int:
     console = standard_output()
     match command:
         case PretrainConfig():
@@ -222,22 +212,16 @@ def _run(command: Command, began_s: float) -> int:
                 return _FAILED
         case SampleCommand():
             _sample(command, console)
-        case EvalCommand():
-            progress = Console(stderr=True, emoji=False)
-            _imported("evaluate.show_evaluation")(**_options(command), console=console, progress=progress)
         case ExportCommand():
             exported = _imported("export.export")(**dataclasses.asdict(command))
             of_step = "" if exported.step is None else f" of step {exported.step}"
             print_line(console, f"wrote the model{of_step} to {command.out}")
             if exported.commit_url is not None:
                 print_line(console, f"uploaded it: {exported.commit_url}")
-        case DataCommand():
-            progress = Console(stderr=True, emoji=False)
-            is_found = _imported("data.show_data")(**_options(command), console=console, progress=progress)
-            return 0 if is_found else _FAILED
         case _:
-            is_success = _imported(_ANSWERS[type(command)])(**_options(command), console=console) is not False
-            return 0 if is_success else _FAILED
+            name = _NAMES[type(command)]
+            is_success = _imported(_FUNCTIONS.get(name, f"{name}.{name}"))(**_options(command), console=console)
+            return _FAILED if is_success is False else 0
     return 0
 
 
@@ -254,7 +238,7 @@ def _sample(command: SampleCommand, console: Console) -> None:
         raise
 
 
-def _options(command: Command) -> dict[str, Any]:
+def _options(command: Any) -> dict[str, Any]:
     """Return the options of a command as the arguments of its function."""
     fields = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
     return {"as_json" if name == "json" else name: value for name, value in fields.items()}

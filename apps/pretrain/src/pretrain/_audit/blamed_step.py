@@ -29,7 +29,7 @@ from pretrain._run.spikes import spike_scores
 class Comparison:
     """The steps from a blamed one on, with all windows and without some."""
 
-    ids: tuple[str, ...]
+    without: tuple[str, ...]
     """The windows and documents that are left out."""
 
     num_windows: int
@@ -38,7 +38,7 @@ class Comparison:
     losses: list[float]
     """The loss of each step, with all windows; NaN for a skipped step."""
 
-    without: list[float]
+    losses_without: list[float]
     """The same without them."""
 
     score_without: float | None
@@ -165,10 +165,10 @@ def _compare(
     rerun.state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), before, setup.like)
     without = [rerun.compute(batch) for batch in reduced]
     return Comparison(
-        ids=tuple(ids),
+        without=tuple(ids),
         num_windows=num_windows,
         losses=losses,
-        without=without,
+        losses_without=without,
         score_without=_score([*recorded[: first - 1].tolist(), without[0]]),
     )
 

@@ -3,12 +3,11 @@
 Shapes: B windows of a batch, W = T + 1 tokens of a window, T predictions.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,13 +55,6 @@ class Suspect:
 
     text: str
     """Its text; of a document, the part in the first of these windows. Empty without the files of the tokenizer."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the values. JSON has no numbers that are not finite: they are null."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in dataclasses.asdict(self).items()
-        }
 
 
 def rank_windows(

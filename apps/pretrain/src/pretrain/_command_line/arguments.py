@@ -17,7 +17,6 @@ from typing import Any
 from pretrain._command_line.command_classes import (
     COMMANDS,
     FREQUENT,
-    Command,
     ConfigOptions,
     OutputOptions,
     PlanCommand,
@@ -72,8 +71,8 @@ def command_options(command: str) -> tuple[Option, ...]:
             return own
 
 
-def build_command(command: str, arguments: Sequence[str]) -> Command:
-    """Return the command that its arguments give.
+def build_command(command: str, arguments: Sequence[str]) -> Any:
+    """Return the command that its arguments give: a configuration to train, or a class of `command_classes`.
 
     Raises:
         UsageError: an option does not exist, or its value has the wrong type or is out of its range.

@@ -444,27 +444,6 @@ class TrainCommand:
     """Errors and the result alone, or the logs of the libraries too."""
 
 
-Command = (
-    PretrainConfig
-    | TrainCommand
-    | SampleCommand
-    | EvalCommand
-    | ExportCommand
-    | ReportCommand
-    | CompareCommand
-    | BlameCommand
-    | DiffCommand
-    | ReplayCommand
-    | VerifyCommand
-    | RunsCommand
-    | WatchCommand
-    | DataCommand
-    | DoctorCommand
-    | PlanCommand
-    | SweepCommand
-    | ShowConfig
-)
-
 GROUPS: dict[str, dict[str, type]] = {
     "train": {"train": PretrainConfig, "plan": PlanOptions, "sweep": SweepOptions, "doctor": DoctorCommand},
     "look": {

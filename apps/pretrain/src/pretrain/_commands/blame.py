@@ -1,8 +1,10 @@
 """The command `blame`: the windows and the documents of a step, by what they add to it."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +78,7 @@ def blame(  # noqa: PLR0913 - the options of the command
         tokens = open_run_tokens(folder, description)
         found = blame_step(tokens, chosen, losses, by=by, without=without, num_steps=steps)
     if as_json:
-        console.file.write(_json_line(found))
+        console.file.write(json.dumps(_finite(dataclasses.asdict(found)), allow_nan=False) + "\n")
         return found
     command = f"{application()} blame {as_typed(folder)} --step {chosen}"
     for line in _lines(found, top, by, steps, command):
@@ -94,32 +96,17 @@ def _spike_step(losses: NDArray[np.float32], folder: str) -> int:
     return spike.step
 
 
-def _json_line(found: BlamedStep) -> str:
-    comparison = found.comparison
-    values = {
-        "step": found.step,
-        "loss": _finite(found.loss),
-        "score": found.score,
-        "checkpoint": found.checkpoint,
-        "largest_difference": _finite(found.largest_difference),
-        "grad_norm": _finite(found.grad_norm),
-        "windows": [suspect.to_json() for suspect in found.windows],
-        "documents": [suspect.to_json() for suspect in found.documents],
-        "comparison": None
-        if comparison is None
-        else {
-            "without": [*comparison.ids],
-            "num_windows": comparison.num_windows,
-            "losses": [*map(_finite, comparison.losses)],
-            "losses_without": [*map(_finite, comparison.without)],
-            "score_without": comparison.score_without,
-        },
-    }
-    return json.dumps(values, allow_nan=False) + "\n"
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """Return a value with None in place of the numbers that are not finite, which JSON lacks."""
+    match value:
+        case dict():
+            return {name: _finite(one) for name, one in value.items()}
+        case list() | tuple():
+            return [_finite(one) for one in value]
+        case float() if not math.isfinite(value):
+            return None
+        case _:
+            return value
 
 
 def _lines(found: BlamedStep, top: int, by: Measure, num_steps: int, command: str) -> Iterator[str]:
@@ -184,12 +171,12 @@ def _shortened(text: str) -> str:
 
 def _comparison(found: BlamedStep, comparison: Comparison, num_steps: int) -> Iterator[str]:
     number = f"{comparison.num_windows} window{'' if comparison.num_windows == 1 else 's'}"
-    yield f"without {', '.join(comparison.ids)}: another window takes the place of {number}"
-    finite = [value for value in (*comparison.losses, *comparison.without) if math.isfinite(value)]
+    yield f"without {', '.join(comparison.without)}: another window takes the place of {number}"
+    finite = [value for value in (*comparison.losses, *comparison.losses_without) if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     width = len(str(found.step + len(comparison.losses) - 1))
     yield f"{'step':>{max(4, width)}}  {'loss':>8}  {'without':>8}  * loss, o without"
-    for step, (one, other) in enumerate(zip(comparison.losses, comparison.without, strict=True), found.step):
+    for step, (one, other) in enumerate(zip(comparison.losses, comparison.losses_without, strict=True), found.step):
         yield f"{step:>{max(4, width)}}  {_loss(one):>8}  {_loss(other):>8}  {_bar(one, other, low, high)}".rstrip()
     if len(comparison.losses) < num_steps:
         yield f"the run ends at step {found.step + len(comparison.losses) - 1}"
@@ -198,7 +185,7 @@ def _comparison(found: BlamedStep, comparison: Comparison, num_steps: int) -> It
         was_spike = found.score is None or found.score >= THRESHOLD
         verdict = "no spike" if is_gone else "still a spike"
         yield (
-            f"without {'them' if len(comparison.ids) > 1 else 'it'}, the loss of step {found.step} is "
+            f"without {'them' if len(comparison.without) > 1 else 'it'}, the loss of step {found.step} is "
             f"{comparison.score_without:+.1f} deviations from the median before it: {verdict}"
             f"{'' if was_spike or not is_gone else ', as with all windows'}"
         )

@@ -30,7 +30,6 @@ def show_data(
     full: bool = False,
     as_json: bool = False,
     console: Console,
-    progress: Console,
 ) -> bool:
     """Print the windows of a step, the steps that read documents with a text, or a document and the steps that read it.
 
@@ -41,8 +40,7 @@ def show_data(
         document: the document.
         full: print all text and all documents.
         as_json: print one line of JSON.
-        console: the output.
-        progress: shows the progress of a search.
+        console: the output. The progress of a search goes to standard error.
 
     Returns:
         False if no document has the text.
@@ -61,6 +59,7 @@ def show_data(
         name, _, number = run.rpartition("@")
         remedy = f"Write {short(name)}, and --step {number}." if number.isdecimal() else f"Write {short(name)}."
         raise UsageError(f"RUN must be a run without a checkpoint, got {short(run)}. {remedy}")
+    progress = Console(stderr=True, emoji=False)
     with rejecting():
         folder, description = find_run(run)
     with share_bar(progress, "finding the documents") as report:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from owt_data import vocab_size
 from pretrain._data_names import names_of, parse_data
-from pretrain._doctor.examine import Subject, checks_of, run_checks
+from pretrain._doctor.examine import checks_of, run_checks
 from pretrain._doctor.finding import Finding
 from pretrain._errors import one_line
 from ray_jax_launch import as_storage_path, parse_hardware
@@ -40,7 +40,7 @@ def doctor(
         LaunchError: the hardware or the storage path has no valid form.
         DataError: there is no such tokenizer.
     """
-    subject = Subject(
+    checks = checks_of(
         hardware=None if hardware == "auto" else parse_hardware(hardware),
         storage_path=str(as_storage_path(storage_path)),
         data=() if data is None else tuple(names_of(parse_data(data))),
@@ -49,7 +49,7 @@ def doctor(
     if tokenizer is not None:
         vocab_size(tokenizer)
     findings: list[Finding] = []
-    for finding in run_checks(checks_of(subject)):
+    for finding in run_checks(checks):
         findings.append(finding)
         if not as_json:
             _show(finding, console)

@@ -88,7 +88,6 @@ def show_evaluation(  # noqa: PLR0913 - the arguments of an evaluation are indep
     limit: int | None = None,
     as_json: bool = False,
     console: Console,
-    progress: Console,
 ) -> None:
     """Print the loss of a model on tokens as JSON, or its scores on tasks as a table or as JSON.
 
@@ -101,12 +100,12 @@ def show_evaluation(  # noqa: PLR0913 - the arguments of an evaluation are indep
         tasks: tasks of lm-eval, as for `parse_tasks`; none evaluates the loss.
         limit: number of documents of a task.
         as_json: print the scores as JSON.
-        console: shows the result.
-        progress: shows the progress.
+        console: shows the result. The progress goes to standard error.
 
     Raises:
         ValueError: an argument or the model cannot be used; see `rejection` for the subclasses.
     """
+    progress = Console(stderr=True, emoji=False)
     found: Any
     if tasks:
         if data is not None or split is not None or text_column is not None:

@@ -2,19 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from nnx_gpt2 import SavedDType
 from owt_data import tokenizer_files
 from pretrain._commands.load import TrainedModel, WeightsKind, load_trained
 from pretrain._errors import UsageError
 from pretrain._export.hub_upload import check_repository, upload
-from pretrain._export.model_card import CONFIG, ExportedModel, render_card, repeated_config
+from pretrain._export.model_card import CONFIG, render_card, repeated_config
 from pretrain._export.new_folder import check_new, new_folder
 from pretrain._run.history import read_history
 from ray_jax_launch import as_storage_path, checkpoint_metadata
-
-ExportDType = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,13 +77,13 @@ def _texts_of_run(trained: TrainedModel, dtype: SavedDType | None) -> dict[str, 
     """Return the card and the options of the run of a model, by the names of their files; nothing without a run."""
     if trained.run is None or trained.step is None:
         return {}
-    exported = ExportedModel(
+    card = render_card(
+        read_history(trained.folder, trained.description),
         step=trained.step,
         is_average=trained.is_average,
         dtype=dtype or trained.config.model.param_dtype,
         metadata=checkpoint_metadata(trained.folder.checkpoints, trained.step),
     )
-    card = render_card(read_history(trained.folder, trained.description), exported)
     return {"README.md": card, CONFIG: repeated_config(trained.config)}
 
 

@@ -24,7 +24,7 @@ from pretrain._run.history import (
 from pretrain._run.log_parts import PHASES, TEXTS
 from pretrain._run.metrics import TEXT_METRICS, Record
 from pretrain._run.partial_reads import NewLines
-from pretrain._run.remote_copy import pull_changed, watched_files
+from pretrain._run.remote_copy import pull_changed
 from pretrain._run.result import read_result
 from pretrain._run.state import last_seen_s, run_state
 from pretrain._screen.display import Display
@@ -113,9 +113,10 @@ def _changes(folder: RunFolder) -> Callable[[], bool]:
 
 
 def _versions(folder: RunFolder) -> list[tuple[int, int]]:
-    """Return the modification times and sizes of the files."""
+    """Return the modification times and sizes of the files that tell how far a run is."""
     versions = []
-    for path in watched_files(folder):
+    files = (folder.metrics, folder.starts, folder.phases, folder.samples, folder.scores)
+    for path in (folder.config, *files, folder.result):
         with contextlib.suppress(FileNotFoundError):
             found = path.stat()
             versions.append((found.st_mtime_ns, found.st_size))

@@ -17,23 +17,6 @@ from pretrain._doctor.ray_cluster_start import check_ports, check_ray
 from ray_jax_launch import Hardware
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """The things that a run would use."""
-
-    hardware: Hardware | None
-    """The hardware; None for `auto`."""
-
-    storage_path: str
-    """The folder or URI of all runs."""
-
-    data: tuple[str, ...]
-    """The names of the data; empty if it is not known yet."""
-
-    tokenizer: str | None
-    """The tokenizer; None if it is not known yet."""
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """A check, which may hang."""
@@ -48,9 +31,17 @@ class Check:
     """Seconds after which the check has failed. A child process of the check has a shorter limit."""
 
 
-def checks_of(subject: Subject) -> list[Check]:
-    """Return the checks in the order of the table."""
-    hardware = subject.hardware
+def checks_of(
+    *, hardware: Hardware | None, storage_path: str, data: Sequence[str], tokenizer: str | None
+) -> list[Check]:
+    """Return the checks in the order of the table.
+
+    Args:
+        hardware: the hardware of a run; None for `auto`.
+        storage_path: the folder or URI of all runs.
+        data: the names of the data; empty if it is not known yet.
+        tokenizer: the tokenizer; None if it is not known yet.
+    """
     checks = [
         Check("python", check_python, 5),
         Check("packages", check_packages, 25),
@@ -61,12 +52,12 @@ def checks_of(subject: Subject) -> list[Check]:
         Check("jax", lambda: check_jax(hardware), 65),
         Check("ports", check_ports, 5),
         Check("ray", lambda: check_ray(hardware), 125),
-        Check("storage", lambda: check_storage(subject.storage_path), 45),
+        Check("storage", lambda: check_storage(storage_path), 45),
         Check("cache", check_cache, 25),
         Check("temporary", check_temporary_files, 25),
-        Check("tokenizer", lambda: check_tokenizer(subject.tokenizer), 45),
+        Check("tokenizer", lambda: check_tokenizer(tokenizer), 45),
     ]
-    return [*checks, *(Check("data", lambda name=name: check_data(name), 45) for name in subject.data)]
+    return [*checks, *(Check("data", lambda name=name: check_data(name), 45) for name in data)]
 
 
 def run_checks(checks: Sequence[Check]) -> Generator[Finding, None, None]:

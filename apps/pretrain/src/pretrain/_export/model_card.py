@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -27,23 +26,6 @@ _PLACES = ("name", "storage_path")
 _TOKENIZER = "tokenizer.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportedModel:
-    """The part of a card that is not about the run."""
-
-    step: int
-    """Step of the checkpoint."""
-
-    is_average: bool
-    """True if the weights are the moving average of those of the steps."""
-
-    dtype: str
-    """Type of the weights in the files."""
-
-    metadata: Mapping[str, Any]
-    """Metadata of the checkpoint."""
-
-
 def repeated_config(config: PretrainConfig) -> str:
     """Return the text of the file `CONFIG`: every option but the places of the run, as JSON.
 
@@ -54,16 +36,19 @@ def repeated_config(config: PretrainConfig) -> str:
     return json.dumps(options, indent=2) + "\n"
 
 
-def render_card(history: RunHistory, model: ExportedModel) -> str:
+def render_card(history: RunHistory, *, step: int, is_average: bool, dtype: str, metadata: Mapping[str, Any]) -> str:
     """Return the card as Markdown, with the header that the hub reads.
 
     Args:
         history: the run.
-        model: the exported model.
+        step: step of the checkpoint.
+        is_average: whether the weights are the moving average of those of the steps.
+        dtype: type of the weights in the files.
+        metadata: metadata of the checkpoint.
     """
     description = history.description
-    values = last_values(record for record in history.records if record["step"] <= model.step)
-    validations = [record for record in history.records if "val_loss" in record and record["step"] <= model.step]
+    values = last_values(record for record in history.records if record["step"] <= step)
+    validations = [record for record in history.records if "val_loss" in record and record["step"] <= step]
     environment = Environment(
         loader=PackageLoader("pretrain._export", "templates"), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
@@ -76,12 +61,14 @@ def render_card(history: RunHistory, model: ExportedModel) -> str:
         origin=None if description.origin is None else _text(str(description.origin)),
         hardware=description.hardware,
         num_params=num_params(description.config.model),
-        model=model,
+        step=step,
+        is_average=is_average,
+        dtype=dtype,
         values=values,
         last_validation=validations[-1] if validations else None,
         best_validation=min(validations, key=lambda record: record["val_loss"], default=None),
         options=_changed_options(description.config),
-        digests=description_digests(description) | (roots(model.metadata) if DIGESTS in model.metadata else {}),
+        digests=description_digests(description) | (roots(metadata) if DIGESTS in metadata else {}),
         versions=description.versions,
         commit=description.commit,
         command=shlex.join(["pretrain", "--config", CONFIG, "--name", f"{history.folder.name}-again"]),

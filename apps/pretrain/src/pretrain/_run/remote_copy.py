@@ -45,11 +45,6 @@ def pull_changed(folder: RunFolder) -> bool:
     return has_changed
 
 
-def watched_files(folder: RunFolder) -> list[Path]:
-    """Return the paths of the files that tell how far a run is."""
-    return [folder.config, folder.metrics, folder.starts, folder.phases, folder.samples, folder.scores, folder.result]
-
-
 def _download(info: FileInfo, path: Path, filesystem: FileSystem) -> bool:
     """Download an object unless the file has its time and size. Return whether it was downloaded.
 

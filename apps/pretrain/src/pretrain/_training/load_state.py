@@ -22,14 +22,13 @@ from pretrain._run.checkpoint_digests import DIGESTS, TENSORS
 from pretrain._run.description import RUN, Origin, parse_description
 from pretrain._training.best_validation import without_checkpoints
 from pretrain._training.setup import Setup
-from pretrain._training.step_meter import NOTHING_UNRECORDED
 from ray_jax_launch import Checkpoints
 
 # Counters of the state in a checkpoint's metadata, beside the step.
 COUNTERS = ("num_skipped", "num_skipped_in_a_row")
 
 
-_NEW: dict[str, Any] = {"record": {}, "unrecorded": NOTHING_UNRECORDED, "best": {}}
+_NEW: dict[str, Any] = {"record": {}, "unrecorded": {}, "best": {}}
 
 
 def first_step(checkpoints: Checkpoints, origin: Origin | None) -> int:

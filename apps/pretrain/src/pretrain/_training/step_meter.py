@@ -3,7 +3,8 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -18,17 +19,24 @@ from pretrain._run.metrics import Record, rounded, windows_digest
 from pretrain._run.spikes import THRESHOLD, TRAILING, spike_scores
 from pretrain._training.train_batches import batches_of
 
-NOTHING_UNRECORDED: dict[str, Any] = {
-    "loss_sum": 0.0,
-    "num_losses": 0,
-    "grad_norm_max": None,
-    "num_steps": 0,
-    "spike": None,
-    "skipped": None,
-    "most_in_a_row": 0,
-    "trailing_losses": [],
-}
-"""The result of `StepMeter.wait_for_unrecorded` of a run without steps. After a record, it has trailing losses."""
+
+@dataclass(kw_only=True, slots=True)
+class Unrecorded:
+    """What a meter knows of the steps since the last record. A checkpoint has it as JSON."""
+
+    loss_sum: float = 0.0
+    num_losses: int = 0
+    """Number of steps that made an update."""
+    grad_norm_max: float | None = None
+    num_steps: int = 0
+    spike: Sequence[float] | None = None
+    """The largest spike: the number of its step among these, from 1, and its score."""
+    skipped: int | None = None
+    """The number of the last step among these that made no update."""
+    most_in_a_row: int = 0
+    trailing_losses: list[float] = field(default_factory=list)
+    """Losses of the last steps that made an update, also of those before the last record."""
+
 
 _MOST_STEPS, _STEPS_IN_FLIGHT = 256, 64  # without a record for long, metrics of older steps leave the device
 
@@ -116,15 +124,8 @@ class StepMeter:
         self._wall_clock = wall_clock
         self._steps: list[Metrics] = []
         self._losses: list[float] = []
-        self._loss_sum = 0.0
-        self._num_losses = 0
-        self._grad_norm_max = -math.inf
+        self._unrecorded = Unrecorded()
         self._stop_after = config.train.stop_after_bad_steps
-        self._num_steps = 0  # since the last record
-        self._spike: tuple[int, float] | None = None  # the largest of these steps: its number among them, its score
-        self._skipped: int | None = None  # the last skipped one of these steps: its number among them
-        self._most_in_a_row = 0
-        self._trailing: list[float] = []
         self._since: float | None = None
         self._num_timed = 0
         self._wait_s = 0.0
@@ -188,17 +189,17 @@ class StepMeter:
         last = self._steps[-1]
         self._collect()
         now = self._clock()
-        num_skipped = int(last["num_skipped"])
-        if self._stop_after is not None and self._most_in_a_row >= self._stop_after:
-            raise diverged(f"the loss or the gradient of {self._most_in_a_row} steps in a row, up to step {step},")
+        num_skipped, since = int(last["num_skipped"]), self._unrecorded
+        if self._stop_after is not None and since.most_in_a_row >= self._stop_after:
+            raise diverged(f"the loss or the gradient of {since.most_in_a_row} steps in a row, up to step {step},")
         record = self.progress(step) | ({"num_skipped": num_skipped} if num_skipped else {})
-        before = step - self._num_steps
-        if self._skipped is not None:
-            record["skipped_step"] = before + self._skipped
-        if self._spike is not None:
-            record |= {"spike_step": before + self._spike[0], "spike_score": self._spike[1]}
-        if self._num_losses:
-            record |= {"loss": self._loss_sum / self._num_losses, "grad_norm_max": self._grad_norm_max}
+        before = step - since.num_steps
+        if since.skipped is not None:
+            record["skipped_step"] = before + since.skipped
+        if since.spike is not None:
+            record |= {"spike_step": before + since.spike[0], "spike_score": since.spike[1]}
+        if since.num_losses:
+            record |= {"loss": since.loss_sum / since.num_losses, "grad_norm_max": since.grad_norm_max}
         record["learning_rate"] = self._learning_rates.of_step(step)
         if self._since is not None and self._num_timed:
             step_s = (now - self._since) / self._num_timed
@@ -211,10 +212,7 @@ class StepMeter:
                 record["mfu"] = self._ideal_step_s / step_s
         if stats := self._device.memory_stats():
             record["memory_bytes"] = stats["peak_bytes_in_use"]
-        self._loss_sum = 0.0
-        self._num_losses = 0
-        self._grad_norm_max = -math.inf
-        self._num_steps, self._spike, self._skipped, self._most_in_a_row = 0, None, None, 0
+        self._unrecorded = Unrecorded(trailing_losses=since.trailing_losses)
         if self._since is not None:
             self._since = now
             self._num_timed = 0
@@ -224,16 +222,7 @@ class StepMeter:
     def wait_for_unrecorded(self) -> dict[str, Any]:
         """Wait for the added steps, and return what a continued run needs to complete their record."""
         self._collect()
-        return {
-            "loss_sum": self._loss_sum,
-            "num_losses": self._num_losses,
-            "grad_norm_max": self._grad_norm_max if self._num_losses else None,
-            "num_steps": self._num_steps,
-            "spike": self._spike,
-            "skipped": self._skipped,
-            "most_in_a_row": self._most_in_a_row,
-            "trailing_losses": self._trailing,
-        }
+        return asdict(self._unrecorded)
 
     @property
     def num_in_flight(self) -> int:
@@ -249,38 +238,35 @@ class StepMeter:
         """Continue an unfinished record.
 
         Args:
-            unrecorded: the result of `wait_for_unrecorded`.
+            unrecorded: the result of `wait_for_unrecorded`, or none of it for a run without steps.
         """
-        self._loss_sum, self._num_losses = unrecorded["loss_sum"], unrecorded["num_losses"]
-        if self._num_losses:
-            self._grad_norm_max = unrecorded["grad_norm_max"]
-        self._num_steps, self._skipped = unrecorded["num_steps"], unrecorded["skipped"]
-        self._spike = None if unrecorded["spike"] is None else (unrecorded["spike"][0], unrecorded["spike"][1])
-        self._most_in_a_row, self._trailing = unrecorded["most_in_a_row"], [*unrecorded["trailing_losses"]]
+        self._unrecorded = Unrecorded(**unrecorded)
 
     def _collect(self, num_steps: int | None = None) -> None:
         """Wait for the first of the added steps, or for all, and add their metrics up, in the order of steps."""
-        losses: list[float] = []
-        for number, metrics in enumerate(jax.device_get(self._steps[:num_steps]), self._num_steps + 1):
+        losses, since = list[float](), self._unrecorded
+        for number, metrics in enumerate(jax.device_get(self._steps[:num_steps]), since.num_steps + 1):
             loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
             is_update = math.isfinite(loss) and math.isfinite(grad_norm)
             losses.append(loss if is_update else math.nan)
-            self._most_in_a_row = max(self._most_in_a_row, int(metrics["num_skipped_in_a_row"]))
+            since.most_in_a_row = max(since.most_in_a_row, int(metrics["num_skipped_in_a_row"]))
             if not is_update:
-                self._skipped = number
+                since.skipped = number
             else:
-                self._loss_sum += loss
-                self._num_losses += 1
-                self._grad_norm_max = max(self._grad_norm_max, grad_norm)
+                since.loss_sum += loss
+                since.num_losses += 1
+                since.grad_norm_max = max(grad_norm, since.grad_norm_max or 0.0)
         del self._steps[:num_steps]
         self._find_spike(losses)
-        self._num_steps += len(losses)
+        since.num_steps += len(losses)
         self._losses += losses
 
     def _find_spike(self, losses: list[float]) -> None:
         """Note the largest spike among the losses of further steps."""
-        all_losses = self._trailing + losses
-        for number, score in enumerate(spike_scores(all_losses, first=len(self._trailing)), self._num_steps + 1):
-            if score >= max(THRESHOLD, self._spike[1] if self._spike else -math.inf):
-                self._spike = (number, float(score))
-        self._trailing = [loss for loss in all_losses if math.isfinite(loss)][-TRAILING:]
+        since = self._unrecorded
+        all_losses = since.trailing_losses + losses
+        scores = spike_scores(all_losses, first=len(since.trailing_losses))
+        for number, score in enumerate(scores, since.num_steps + 1):
+            if score >= max(THRESHOLD, since.spike[1] if since.spike else -math.inf):
+                since.spike = (number, float(score))
+        since.trailing_losses = [loss for loss in all_losses if math.isfinite(loss)][-TRAILING:]

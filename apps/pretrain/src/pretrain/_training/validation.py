@@ -94,10 +94,6 @@ class Validation:
             self._step, params, largest, self._seq_len, self._read(np.arange(1)).dtype
         )
 
-    def loss(self, params: Any, track: Callable[[range], Iterable[int]] = iter) -> float:
-        """Return the mean loss in nats per token. See `evaluate`."""
-        return self.evaluate(params, track)[0]
-
     def evaluate(self, params: Any, track: Callable[[range], Iterable[int]] = iter) -> tuple[float, ValLosses]:
         """Return the mean loss in nats per token, and those of the windows and of the sources.
 
