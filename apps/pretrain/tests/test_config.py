@@ -252,6 +252,7 @@ def test_a_batch_that_the_devices_can_share_is_accepted(hardware, batch_size, nu
         (480, 100, [8], 1),
         (480, 7, [8], 10),  # 60 windows in microbatches of at most 7: 6
         (12, 4, [1, 2], 3),
+        (12, 6, [1, 2, 3], 2),  # one device has 6 windows at once: the least that 2 and 3 devices can share
         (36, 5, [2, 3], 6),  # two devices have 18 windows each, three have 12
         (7, 2, [1], 7),
     ],

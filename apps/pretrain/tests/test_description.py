@@ -1,5 +1,6 @@
 """A run is continued under the settings and on the data that it was started with, and under no others."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -18,8 +19,10 @@ from pretrain._run import description
 from pretrain._run.description import (
     RUN,
     DataDescription,
+    Origin,
     check_same_data,
     check_same_settings,
+    check_same_source,
     describe,
     describe_data,
     parse_description,
@@ -148,8 +151,22 @@ def test_every_setting_is_tested():
 @pytest.mark.parametrize("name", CHANGED)
 def test_another_setting_does_not_continue_a_run(name, stored, tmp_path):
     config = changed(PRESETS["quickstart"](), name, CHANGED[name])
-    with pytest.raises(UsageError, match=re.escape(f"{'--from' if name == 'from_checkpoint' else name} must be ")):
+    with pytest.raises(
+        UsageError, match=re.escape(f"{'--from' if name == 'from_checkpoint' else name} must be ")
+    ) as error:
         check_same_settings(stored, config, RunFolder(tmp_path))
+    what = "--from" if name == "from_checkpoint" else "settings"
+    assert f"Give the former {what} to continue the run, or another --name for a new run." in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "given"),
+    [("a", "b", "a, .*, got b"), ("a", None, "a, .*, got none"), (None, "a", "absent, .*, got a")],
+)
+def test_another_parent_does_not_continue_a_fork(before, now, given, stored, tmp_path):
+    former, config = (changed(stored.config, "from_checkpoint", name) for name in (before, now))
+    with pytest.raises(UsageError, match=rf"--from must be {given}\. Give the former --from to continue the run, or"):
+        check_same_settings(dataclasses.replace(stored, config=former), config, RunFolder(tmp_path))
 
 
 @pytest.mark.parametrize("name", FREE)
@@ -239,6 +256,35 @@ def test_the_tokens_of_a_stream_are_known_by_their_source(tmp_path):
     expected = DataDescription(tokens=str(tmp_path / "tokens"), tokenizer="bytes", fingerprint=data.fingerprint)
     assert describe_data(data) == expected
     assert describe_data(data, "stream") == dataclasses.replace(expected, fingerprint=data.source_fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("sha256", "options", "message"),
+    [
+        ("aa", PrepareOptions(tokenizer="bytes"), None),
+        ("ab", PrepareOptions(tokenizer="bytes"), "source_sha256 must be aa, its value at the start of the run in"),
+        (
+            "aa",
+            PrepareOptions(tokenizer="gpt2"),
+            r"options\.tokenizer must be bytes, its value at the start of the run",
+        ),
+    ],
+)
+def test_another_text_does_not_continue_a_finished_stream(sha256, options, message, tmp_path):
+    former = {"source_sha256": "aa", "options": PrepareOptions(tokenizer="bytes").record()}
+    stored = describe(PRESETS["quickstart"](), dataclasses.replace(DATA, fingerprint=former), "cpu:1")
+    expected = contextlib.nullcontext() if message is None else pytest.raises(UsageError, match=message)
+    with expected as error:
+        check_same_source(stored, sha256, options, RunFolder(tmp_path))
+    assert error is None or "Give the former --data to continue" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "weights_only", "text"),
+    [(8, False, "everything of a@8"), (8, True, "the weights of a@8"), (None, True, "the weights of a")],
+)
+def test_the_origin_of_a_run_says_what_it_takes(step, weights_only, text):
+    assert str(Origin(place="a", step=step, tokenizer=None, weights_only=weights_only)) == text
 
 
 def test_the_newest_checkpoint_has_the_description_that_counts(stored, tmp_path):

@@ -26,6 +26,13 @@ def test_the_end_of_a_command_is_written_once(tmp_path, last, time_s, written):
     assert ends == written
 
 
+def test_the_end_of_a_command_has_the_time_of_all_phases_before_it(tmp_path):
+    folder = RunFolder(tmp_path)
+    append_line(folder.phases, {"step": 3, "time_s": 10.0, "phase": "training", "before_s": 2.5})
+    write_end(folder, "failed", 30.0)
+    assert [phase.before_s for phase in read_phases(folder)] == [2.5, 22.5]
+
+
 def test_no_end_is_written_into_the_folder_of_another_run(tmp_path):
     write_end(RunFolder(tmp_path, owner="the id of this command"), "failed", 50.0)
     assert [*tmp_path.iterdir()] == []
