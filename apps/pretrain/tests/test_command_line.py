@@ -196,8 +196,8 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
         ("--train.max-epochs abc", "--train.max-epochs must be a number or none, got abc."),
         (
             "--preset gpt2-midium",
-            "--preset must be quickstart, baby, tutorial, wikitext, finetune, fineweb, gpt2, gpt2-medium, gpt2-large "
-            "or gpt2-xl, got gpt2-midium. Did you mean gpt2-medium?",
+            "--preset must be quickstart, baby, tutorial, wikitext, finetune, fineweb, speedrun, gpt2, gpt2-medium, "
+            "gpt2-large or gpt2-xl, got gpt2-midium. Did you mean gpt2-medium?",
         ),
         ("--data-mode streams", "--data-mode must be prepared or stream, got streams. Did you mean stream?"),
         (

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import os
@@ -23,6 +22,7 @@ from nnx_gpt2 import (
     OptimizerConfig,
     create_optimizer,
     create_train_state,
+    device_facts,
     estimate_memory,
     flops_per_token,
     make_mesh,
@@ -303,11 +303,13 @@ def test_absent_devices_are_those_of_the_smallest_group_with_what_jax_takes_of_t
 ):
     assert _name_of_absent(parse_hardware(hardware)) == name
     asked = []
+    monkeypatch.setattr(target_devices, "find_spec", lambda module: module)
     monkeypatch.setattr(target_devices, "absent_devices", lambda name: asked.append(name) or jax.devices())
-    for memory_bytes, usable_bytes in ((None, None), (80 * 10**9, int(gpu_memory_share() * 80 * 10**9))):
-        monkeypatch.setattr(target_devices, "device_memory", lambda name, found=memory_bytes: found)
-        assert find_target(parse_hardware(hardware), only_here=False).usable_bytes == usable_bytes
-    assert asked == [name] * 2
+    found = find_target(parse_hardware(hardware), only_here=False)
+    assert (asked, found.facts) == ([name], None)
+    # The compiler of TPUs checks the memory itself.
+    expected = None if name.startswith("tpu") else int(gpu_memory_share() * device_facts(name).memory_bytes)
+    assert found.usable_bytes == expected
     assert gpu_memory_share() < 1
 
 
@@ -488,21 +490,82 @@ def test_bad_input_is_one_sentence(capsys, options, message):
     assert shown.startswith("error: ")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the compiler is installed")
-def test_a_missing_compiler_is_one_sentence_with_the_command_that_has_it(capsys, monkeypatch, tmp_path):
+@pytest.fixture
+def without_compilers(monkeypatch):
+    monkeypatch.setattr(target_devices, "find_spec", lambda module: None)
+
+
+@pytest.mark.usefixtures("without_compilers")
+@pytest.mark.parametrize(
+    ("hardware", "device", "peak", "gib", "fsdp"),
+    [
+        ("gpu:8:h100", "NVIDIA H100 80GB HBM3", 989e12, 0.9 * 79.1, 1),
+        ("gpu:2x4:h100", "NVIDIA H100 80GB HBM3", 989e12, 0.9 * 79.1, 8),
+        ("tpu:v6e:2x4", "TPU v6 lite", 918e12, 32, 2),
+        ("tpu:v5e:2x2", "TPU v5 lite", 197e12, 16, 4),
+    ],
+)
+def test_without_the_compiler_a_plan_has_all_but_the_temporary_memory(hardware, device, peak, gib, fsdp, plain):
+    options = ("--hardware", hardware, "--mesh.fsdp", str(fsdp), "--model.dtype", "bfloat16", "--price-per-hour", "24")
+    code, found = planned(*options)
+    assert (code, found["fits"], found["temporary_bytes"]) == (1, None, None)
+    number = 4 if hardware == "tpu:v5e:2x2" else 8
+    assert (found["device"], found["mesh"]) == (device, {"data": number // fsdp, "fsdp": fsdp, "tensor": 1})
+    assert found["usable_bytes"] == pytest.approx(gib * 2**30, rel=1e-3)
+    # The inputs of the compiled step less the batch. Most of them are divided by fsdp.
+    inputs_bytes = plain[1]["state_bytes"]
+    assert found["state_bytes"] == pytest.approx(inputs_bytes / fsdp, rel=0.01 if fsdp == 1 else 0.2)
+    assert inputs_bytes / fsdp - 8 * 33 * 2 - 100 <= found["state_bytes"]
+    hours = [found["flops"] / (share * peak * number) / 3600 for share in (0.5, 0.3)]
+    assert (found["hours"], found["price"]) == (pytest.approx(hours), pytest.approx([24 * one for one in hours]))
+    assert found["reason"].startswith(
+        "The compiler of these devices is not installed; on Linux, it comes with: uv run "
+    )
+
+
+@pytest.mark.usefixtures("without_compilers")
+def test_without_the_compiler_a_state_that_is_too_large_does_not_fit(capsys):
+    options = ["plan", "--preset", "gpt2-xl", "--data", "builtin", "--tokenizer", "bytes", "--hardware", "gpu:1:t4"]
+    assert main(options) == 1
+    shown = capsys.readouterr().out
+    assert "of 13.3 GiB on each device, for the state alone\n" in shown
+    assert "It does not fit. Take more devices" in shown
+
+
+@pytest.mark.usefixtures("without_compilers")
+def test_a_missing_compiler_is_named_with_the_command_that_has_it(capsys, monkeypatch, tmp_path):
     """It has all options that were typed. From Python, it has none."""
     typed = ["plan", "--hardware", "gpu:8:h100", "--data", "my book.txt", "--price-per-hour", "3"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pretrain", *typed])
     Path("my book.txt").write_text("A book. " * 100)
-    assert main() == 2
-    error = capsys.readouterr().err
-    assert "Install nnx-gpt2[tpu] or nnx-gpt2[cuda12] on Linux" in error
-    *_, command = error.rstrip().partition(" In a clone: uv run --extra cuda12 apps/pretrain ")
+    assert main() == 1
+    shown = capsys.readouterr()
+    before, _, command = shown.out.rstrip().partition(" uv run --extra cuda12 apps/pretrain ")
+    *_, verdict = before.splitlines()
+    assert verdict.startswith(
+        "Whether it fits is not known. The compiler of these devices is not installed; on Linux, "
+    )
     assert shlex.split(command) == typed
+    assert "compiling" not in shown.err
     monkeypatch.setattr(sys, "argv", ["pytest", "-q"])
-    assert main(typed) == 2
-    assert capsys.readouterr().err.endswith("apps/pretrain plan\n")
+    assert main(typed) == 1
+    assert capsys.readouterr().out.endswith("apps/pretrain plan\n")
+    assert main([*typed, "--largest-micro-batch"]) == 2
+    assert "--largest-micro-batch must be left out of this plan. The compiler of these" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_compilers")
+@pytest.mark.parametrize(
+    ("hardware", "message"),
+    [
+        ("gpu:3:h100", "train.global_batch_size must be divisible by 3 (3 data-parallel devices"),
+        ("gpu:8:k80", "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4, l4, a100, h100"),
+    ],
+)
+def test_without_the_compiler_bad_hardware_is_one_sentence(hardware, message, capsys):
+    assert main(["plan", "--hardware", hardware]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_plan_starts_nothing_and_writes_nothing(tmp_path: Path):

@@ -1,6 +1,8 @@
+import dataclasses
+
 import pytest
 
-from nnx_gpt2 import num_params
+from nnx_gpt2 import learning_rate_schedule, num_params
 from pretrain import PRESETS
 from pretrain._cli import parse_command
 from pretrain._config import PretrainConfig, with_vocab_size
@@ -16,6 +18,7 @@ def test_every_preset_knows_its_name():
         "wikitext",
         "finetune",
         "fineweb",
+        "speedrun",
         "gpt2",
         "gpt2-medium",
         "gpt2-large",
@@ -115,6 +118,26 @@ def test_fineweb_is_the_run_of_llm_c():
     assert (optimizer.learning_rate, optimizer.final_learning_rate, optimizer.weight_decay) == (6e-4, 0.0, 0.1)
     assert (optimizer.beta1, optimizer.beta2, optimizer.clip_norm) == (0.9, 0.95, 1.0)
     assert (train.eval_every, train.eval_tokens) == (250, 20 * 524_288)
+
+
+def test_speedrun_is_fineweb_with_muon_in_fewer_steps():
+    before, config = PRESETS["fineweb"](), PRESETS["speedrun"]()
+    optimizer = config.optimizer
+    assert config.train.max_steps == pytest.approx(0.65 * before.train.max_steps, rel=2e-3)
+    same = dataclasses.replace(
+        config,
+        preset=before.preset,
+        train=dataclasses.replace(config.train, max_steps=before.train.max_steps),
+        optimizer=before.optimizer,
+    )
+    assert same == before
+    assert (optimizer.name, optimizer.muon_scaling, optimizer.muon_momentum) == ("muon", "rms", 0.95)
+    # Updates of root mean square 0.2 with the first rate have the length of those of root mean square 1 with 3.6e-4.
+    assert 0.2 * optimizer.of_matrices.learning_rate == pytest.approx(3.6e-4)
+    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.muon_weight_decay) == (3.6e-3, 0.0, None)
+    rates = learning_rate_schedule(optimizer.of_matrices, config.train.max_steps)
+    assert [float(rates(step)) for step in (250, 8_999, 12_699)] == pytest.approx([1.8e-3, 1.8e-3, 0.0], abs=1e-9)
+    assert optimizer.wsd_decay_steps(12_700) / 12_700 == pytest.approx(1_800 / 6_200, rel=5e-3)
 
 
 @pytest.mark.parametrize(

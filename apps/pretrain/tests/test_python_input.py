@@ -147,8 +147,8 @@ def found(tmp_path_factory):
         ("trackers", "trackers must be a tuple of any of tensorboard, wandb or trackio, or no value, got ('bogus',)."),
         (
             "preset",
-            "preset must be quickstart, baby, tutorial, wikitext, finetune, fineweb, gpt2, gpt2-medium, gpt2-large or "
-            "gpt2-xl, ",
+            "preset must be quickstart, baby, tutorial, wikitext, finetune, fineweb, speedrun, gpt2, gpt2-medium, "
+            "gpt2-large or gpt2-xl, ",
         ),
         ("mesh", "mesh must be a MeshConfig, got None."),
         ("model", "model must be a ModelConfig, got {}."),

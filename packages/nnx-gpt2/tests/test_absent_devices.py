@@ -8,18 +8,25 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from nnx_gpt2 import absent_devices, device_memory
+from nnx_gpt2 import absent_devices, device_facts, has_bfloat16, peak_flops_per_s
 from nnx_gpt2._absent_devices import compiler_options
 
 
 @pytest.mark.parametrize(
-    ("kind", "gigabytes"), [("t4", 16), ("l4", 24), ("a100", 80), ("h100", 80), ("h200", 141), ("b200", 180)]
-)
-def test_gpus_have_the_memory_of_their_data_sheets(kind, gigabytes):
-    assert (
-        device_memory(f"gpu:8:{kind}") == device_memory(f"gpu:2x4:{kind}") == pytest.approx(gigabytes * 1e9, rel=0.08)
-    )
-    assert device_memory("tpu:v6e:4x4") is None
+    ("name", "platform", "capability", "gigabytes", "teraflops"),
+    [
+        ("gpu:8:t4", "gpu", "7.5", 16, 65), ("gpu:1:l4", "gpu", "8.9", 24, 121), ("gpu:8:a100", "gpu", "8.0", 80, 312),
+        ("gpu:2x4:h100", "gpu", "9.0", 80, 989), ("gpu:8:h200", "gpu", "9.0", 141, 989),
+        ("gpu:8:b200", "gpu", "10.0", 180, 2250), ("tpu:v5e:2x4", "tpu", "", 16, 197),
+        ("tpu:v5p:2x2x4", "tpu", "", 95, 459), ("tpu:v6e:4x4", "tpu", "", 32, 918),
+    ],
+)  # fmt: skip
+def test_a_device_that_is_not_here_is_known_from_its_data_sheet(name, platform, capability, gigabytes, teraflops):
+    facts = device_facts(name)
+    assert (facts.platform, facts.compute_capability) == (platform, capability)
+    assert facts.memory_bytes == pytest.approx(gigabytes * 1e9, rel=0.08)
+    assert peak_flops_per_s(facts.device_kind) == pytest.approx(teraflops * 1e12)
+    assert has_bfloat16(facts) == (not name.endswith("t4"))
 
 
 def test_xla_does_not_time_kernels_on_a_gpu_that_is_not_here():

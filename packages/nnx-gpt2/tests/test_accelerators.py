@@ -25,8 +25,9 @@ from nnx_gpt2 import (
     abstract_train_state,
     batch_sharding,
     create_optimizer,
-    device_memory,
+    device_facts,
     estimate_memory,
+    has_bfloat16,
     make_eval_step,
     make_mesh,
     make_train_step,
@@ -167,6 +168,7 @@ def test_slices_have_their_kind_and_hosts(name, kind, num_hosts):
     devices = absent_devices(name)
     assert {device.device_kind for device in devices} == {kind}
     assert len({device.process_index for device in devices}) == num_hosts
+    assert (device_facts(name).platform, device_facts(name).device_kind) == (devices[0].platform, kind)
 
 
 @pytest.mark.parametrize("target", ["gpu"], indirect=True)
@@ -175,9 +177,12 @@ def test_slices_have_their_kind_and_hosts(name, kind, num_hosts):
 def test_gpus_of_two_hosts_have_a_step_and_its_memory(kind):
     devices = absent_devices(f"gpu:2x4:{kind}")
     assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
-    assert peak_flops_per_s(devices[0].device_kind)
+    facts, device = device_facts(f"gpu:2x4:{kind}"), devices[0]
+    assert (facts.platform, facts.device_kind) == (device.platform, device.device_kind)
+    assert (facts.compute_capability, has_bfloat16(facts)) == (device.compute_capability, has_bfloat16(device))
+    assert peak_flops_per_s(device.device_kind)
     estimate = estimate_memory(CONFIG, global_batch_size=16, mesh=make_mesh(devices=devices))
-    assert 0 < estimate.temporary_bytes < (device_memory(f"gpu:2x4:{kind}") or 0)
+    assert 0 < estimate.temporary_bytes < device_facts(f"gpu:2x4:{kind}").memory_bytes
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ CASES = {
     "list(read_questions('/dev/zero'))": "path must be a file or a pipe, got the device '/dev/zero'.",
     "absent_devices('gpu:8:h1000')": f"{ABSENT} 'gpu:8:h1000'.",
     "absent_devices('tpu:v6e:4xx4')": f"{ABSENT} 'tpu:v6e:4xx4'.",
+    "device_facts('gpu:8:h1000')": f"{ABSENT} 'gpu:8:h1000'.",
+    "device_facts(None)": "name must be of type str, got None.",
     "absent_devices(8)": "name must be of type str, got 8.",
     "GPT2Config(residual_dtype='float16')": (
         "residual_dtype must be None, or a type of at least the precision of dtype, got 'float16'."

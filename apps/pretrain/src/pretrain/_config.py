@@ -50,8 +50,9 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 VerifyMode = Literal["first", "background", "off"]
 
 PresetName = Literal[
-    "quickstart", "baby", "tutorial", "wikitext", "finetune", "fineweb", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"
-]
+    "quickstart", "baby", "tutorial", "wikitext", "finetune", "fineweb", "speedrun", "gpt2", "gpt2-medium",
+    "gpt2-large", "gpt2-xl",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
+from ._absent_devices import DeviceFacts as DeviceFacts
 from ._absent_devices import absent_devices as absent_devices
-from ._absent_devices import device_memory as device_memory
+from ._absent_devices import device_facts as device_facts
 from ._attention import causal_attention as causal_attention
 from ._evaluation import ChoiceEvaluation as ChoiceEvaluation
 from ._evaluation import Question as Question

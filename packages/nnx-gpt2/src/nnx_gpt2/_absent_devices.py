@@ -15,8 +15,9 @@ import jax
 
 from nnx_gpt2._errors import check_type, require, shown
 
-_TPU_TYPES = ("v5e", "v5p", "v6e")
-_TPU = rf"tpu:({'|'.join(_TPU_TYPES)}):(\d{{1,3}}(?:x\d{{1,3}}){{1,2}})"
+_TPUS = {"v5e": ("TPU v5 lite", 16), "v5p": ("TPU v5", 95), "v6e": ("TPU v6 lite", 32)}
+"""Name in jax, and GiB of memory (https://cloud.google.com/tpu/docs/system-architecture-tpu-vm)."""
+_TPU = rf"tpu:({'|'.join(_TPUS)}):(\d{{1,3}}(?:x\d{{1,3}}){{1,2}})"
 # What libtpu would ask the metadata server of a TPU's host.
 _TPU_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
 
@@ -103,10 +104,7 @@ def absent_devices(name: str) -> list[Any]:
     """
     from jax.experimental import topologies  # takes half a second
 
-    check_type("name", name, str)
-    tpu, gpu = re.fullmatch(_TPU, name), re.fullmatch(_GPU, name)
-    forms = f"tpu:TYPE:TOPOLOGY ({', '.join(_TPU_TYPES)}) or gpu:HOSTSxGPUS:TYPE ({', '.join(_GPUS)})"
-    require(tpu is not None or gpu is not None, "devices", f"be {forms}", shown(name))
+    tpu, gpu = _parsed(name)
     try:
         if tpu is not None:
             with _defaults(_TPU_VARIABLES):
@@ -135,10 +133,54 @@ def _defaults(variables: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def device_memory(name: str) -> int | None:
-    """Return the bytes of memory of one device of `absent_devices`, or None for a TPU: its compiler checks it."""
-    gpu = re.fullmatch(_GPU, name)
-    return None if gpu is None else _GPUS[gpu[3]].memory_bytes
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """A device of `absent_devices` by its data sheet, for which no compiler needs to be installed."""
+
+    platform: str
+    """`tpu` or `gpu`, as in jax."""
+
+    device_kind: str
+    """Its name in jax."""
+
+    compute_capability: str
+    """That of a GPU, such as `9.0`; empty for a TPU."""
+
+    memory_bytes: int
+    """Its memory."""
+
+
+def device_facts(name: str) -> DeviceFacts:
+    """Return what is known of one device of `absent_devices`.
+
+    Args:
+        name: see `absent_devices`.
+
+    Raises:
+        ValueError: the name has another form.
+    """
+    tpu, gpu = _parsed(name)
+    if tpu is not None:
+        kind, gib = _TPUS[tpu[1]]
+        return DeviceFacts(platform="tpu", device_kind=kind, compute_capability="", memory_bytes=gib << 30)
+    assert gpu is not None
+    found = _GPUS[gpu[3]]
+    major, minor = found.capability
+    return DeviceFacts(
+        platform="gpu",
+        device_kind=found.name,
+        compute_capability=f"{major}.{minor}",
+        memory_bytes=found.memory_bytes,
+    )
+
+
+def _parsed(name: str) -> tuple[re.Match[str] | None, re.Match[str] | None]:
+    """Return the match of a name of TPUs or of GPUs; the other one is None."""
+    check_type("name", name, str)
+    tpu, gpu = re.fullmatch(_TPU, name), re.fullmatch(_GPU, name)
+    forms = f"tpu:TYPE:TOPOLOGY ({', '.join(_TPUS)}) or gpu:HOSTSxGPUS:TYPE ({', '.join(_GPUS)})"
+    require(tpu is not None or gpu is not None, "devices", f"be {forms}", shown(name))
+    return tpu, gpu
 
 
 def compiler_options(device: Any) -> dict[str, Any] | None:

@@ -29,14 +29,14 @@ from pretrain._config import PretrainConfig, TrainConfig
 from pretrain._data import find_texts, open_prepared
 from pretrain._data_names import labels_of
 from pretrain._errors import UsageError, one_line
-from pretrain._resolve.devices import data_devices, given_hardware, with_microbatches
+from pretrain._resolve.devices import check_shares, data_devices, given_hardware, with_microbatches
 from pretrain._resolve.origin import find_origin, resolve_anneal
 from pretrain._resolve.settings import DataFacts, resolve_from_data, resolve_order
 from pretrain._screen.plan_table import MFU_RANGE, Plan
 from pretrain._screen.printing import waiting
 from pretrain._training.configured_step import train_step_of
 from pretrain._training.process import keep_freed_memory
-from pretrain._training.target_devices import Target, find_target
+from pretrain._training.target_devices import Target, find_target, missing_compiler
 
 _OPENWEBTEXT = (9_035_582_198, 4_434_897)
 """Training and validation tokens of OpenWebText by nanoGPT's preparation, from its data/openwebtext/readme.md."""
@@ -67,6 +67,8 @@ def plan(
 ) -> Plan:
     """Say what a run needs, from the configuration and the compiler of its devices. Reads no text.
 
+    Without that compiler, the memory is that of the state, and the plan only knows if this does not fit.
+
     Args:
         config: the run. TPUs, and GPUs with a type, need not be here: see `nnx_gpt2.absent_devices`. Elastic hardware
             is planned at its smallest.
@@ -96,7 +98,9 @@ def plan(
         num_steps = config.train.max_steps - (0 if origin is None else origin.start_step)
         target = find_target(hardware, only_here=measure)
         mesh = make_mesh(devices=target.devices, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
-        with waiting(console or Console(quiet=True), f"compiling for {target}"):
+        if console is None or target.facts is not None:
+            console = Console(quiet=True)
+        with waiting(console, f"compiling for {target}"):
             num_devices = [mesh.size // config.mesh.tensor] if hardware is None else data_devices(config, hardware)
             config, memory, reason = _find_memory(config, mesh, target, num_devices, largest_micro_batch)
         fits = memory is not None and target.has(memory)
@@ -142,6 +146,12 @@ def _find_memory(
     largest_micro_batch: bool,
 ) -> tuple[PretrainConfig, MemoryEstimate | None, str]:
     """Return the configuration with its microbatches, their memory, and why the compiler rejects the step, if so."""
+    if target.facts is not None:
+        if largest_micro_batch:
+            raise UsageError(f"--largest-micro-batch must be left out of this plan. {missing_compiler(target)}")
+        config = with_microbatches(config, num_devices)
+        check_shares(config, num_devices)
+        return config, MemoryEstimate(state_bytes=_state_bytes(config, mesh), temporary_bytes=0, code_bytes=0), ""
     if not largest_micro_batch:
         config = with_microbatches(config, num_devices)
         return config, *_estimate(config, mesh)
@@ -189,6 +199,14 @@ def _estimate(config: PretrainConfig, mesh: jax.sharding.Mesh) -> tuple[MemoryEs
     return found, ""
 
 
+def _state_bytes(config: PretrainConfig, mesh: jax.sharding.Mesh) -> int:
+    """Return the bytes of the state on each device."""
+    state = abstract_train_state(config.model, create_optimizer(config.optimizer, config.train.max_steps), mesh)
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+    )
+
+
 def _measured_step_s(config: PretrainConfig, mesh: jax.sharding.Mesh) -> float:
     """Return the median time of some steps on random tokens."""
     keep_freed_memory()
@@ -234,8 +252,9 @@ def _summary(
     tokens = num_windows * model.seq_len
     flops = float(tokens * flops_per_token(model))
     num_devices = len(target.devices)
-    kind = target.devices[0].device_kind
-    peak = _peak(config, target.devices[0])
+    peak = _peak(config, target.device)
+    fits = memory is not None and target.has(memory)
+    is_compiled = target.facts is None
     measured_hours = None if step_s is None else step_s * num_steps / _HOUR_S
     measured_price = None
     if measured_hours is not None and price_per_hour is not None:
@@ -246,7 +265,7 @@ def _summary(
         hours = (fast, slow)
         price = None if price_per_hour is None else (fast * price_per_hour, slow * price_per_hour)
     return Plan(
-        device=kind,
+        device=target.device.device_kind,
         num_devices=num_devices,
         mesh=dict(mesh.shape),
         worker_counts=(),
@@ -263,9 +282,9 @@ def _summary(
         checkpoints_bytes=saved_bytes * _num_checkpoints(train),
         logs_bytes=num_steps // train.log_every * _BYTES_PER_RECORD,
         state_bytes=None if memory is None else memory.state_bytes,
-        temporary_bytes=None if memory is None else memory.temporary_bytes + memory.code_bytes,
+        temporary_bytes=memory.temporary_bytes + memory.code_bytes if memory is not None and is_compiled else None,
         usable_bytes=target.usable_bytes,
-        fits=memory is not None and target.has(memory),
+        fits=fits if is_compiled or not fits else None,
         reason="",
         hours=hours,
         price_per_hour=price_per_hour,
@@ -291,10 +310,12 @@ def _source_epochs(config: PretrainConfig, num_steps: int, train: Tokens | None)
 
 
 def _reason(target: Target, memory: MemoryEstimate | None, rejection: str) -> str:
-    """Return why a step does not fit; an empty text if it fits."""
-    if memory is None or target.has(memory):
+    """Return why a step does not fit, or why this is not known; an empty text if it fits."""
+    if memory is None:
         return rejection
-    return f"the step needs {memory.peak_bytes} bytes on each device, which has {target.usable_bytes}"
+    if not target.has(memory):
+        return f"the step needs {memory.peak_bytes} bytes on each device, which has {target.usable_bytes}"
+    return "" if target.facts is None else missing_compiler(target)
 
 
 def _num_checkpoints(train: TrainConfig) -> int:

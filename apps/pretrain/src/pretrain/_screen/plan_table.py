@@ -47,12 +47,13 @@ class Plan:
     logs_bytes: int
     state_bytes: int | None
     temporary_bytes: int | None
-    """None if the compiler rejected the step."""
+    """None if the compiler rejected the step, or is not there."""
     usable_bytes: int | None
-    """Memory that jax can use; None if the compiler knows it alone."""
-    fits: bool
+    """Memory that jax can use; None if the compiler checks it."""
+    fits: bool | None
+    """None if only the compiler of the devices can tell."""
     reason: str
-    """Why the run does not fit; empty if it fits."""
+    """Why the run does not fit, or why this is not known; empty if it fits."""
     hours: tuple[float, float] | None
     """At 50 % and 30 % of the devices' peak; None if the peak is not known."""
     price_per_hour: float | None
@@ -99,7 +100,14 @@ def show_plan(found: Plan, *, console: Console, as_json: bool = False) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     print_table(console, table)
-    print_line(console, "It fits." if found.fits else f"It does not fit. {_remedy(found)}")
+    match found.fits:
+        case None:
+            verdict = f"Whether it fits is not known. {found.reason}"
+        case True:
+            verdict = "It fits."
+        case False:
+            verdict = f"It does not fit. {_remedy(found)}"
+    print_line(console, verdict)
 
 
 def _epochs(found: Plan) -> str:
@@ -115,12 +123,14 @@ def _remedy(found: Plan) -> str:
 
 
 def _memory(found: Plan) -> str:
-    if found.state_bytes is None or found.temporary_bytes is None:
+    if found.state_bytes is None:
         return f"the compiler rejects the step: {found.reason}"
-    needed_bytes = found.state_bytes + found.temporary_bytes
+    needed_bytes = found.state_bytes + (found.temporary_bytes or 0)
     size, unit = (_GIB, "GiB") if needed_bytes > _GIB / 10 else (_MIB, "MiB")
-    parts = f"state {found.state_bytes / size:,.2f}, temporary {found.temporary_bytes / size:,.2f}"
     limit = "" if found.usable_bytes is None else f" of {found.usable_bytes / size:,.1f}"
+    if found.temporary_bytes is None:
+        return f"at least {needed_bytes / size:,.2f}{limit} {unit} on each device, for the state alone"
+    parts = f"state {found.state_bytes / size:,.2f}, temporary {found.temporary_bytes / size:,.2f}"
     return f"{needed_bytes / size:,.2f}{limit} {unit} on each device, by its compiler: {parts}"
 
 

@@ -1,15 +1,29 @@
 """The devices that `--hardware` names for the command `plan`. They need not be in this machine."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 
-from nnx_gpt2 import MemoryEstimate, absent_devices, device_memory
+from nnx_gpt2 import DeviceFacts, MemoryEstimate, absent_devices, device_facts
 from pretrain._errors import UsageError
 from pretrain._surroundings.typed_command import typed_arguments
 from pretrain._training.device_memory import device_memory_bytes
 from ray_jax_launch import Hardware, gpu_memory_share
+
+_COMPILERS = {"tpu": ["libtpu"], "gpu": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}
+"""Modules that bring the compiler of a platform."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A device in a mesh of which shapes are asked, and for which nothing is compiled."""
+
+    id: int
+    process_index: int
+    platform: str = "none"
+    device_kind: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,8 +31,16 @@ class Target:
     """Devices to plan for."""
 
     devices: list[Any]
+    """The devices, here or absent."""
     usable_bytes: int | None
-    """Memory of each device that jax can use; None if the compiler knows it alone."""
+    """Memory of each device that jax can use; None if the compiler checks it."""
+    facts: DeviceFacts | None = None
+    """The facts about a device whose compiler is not installed; None if it is."""
+
+    @property
+    def device(self) -> Any:
+        """One of the devices, with the attributes of those of jax."""
+        return self.devices[0] if self.facts is None else self.facts
 
     def has(self, memory: MemoryEstimate) -> bool:
         """Return whether a step fits the memory of each device."""
@@ -26,7 +48,7 @@ class Target:
 
     def __str__(self) -> str:
         """Return the number and the kind of the devices."""
-        return f"{len(self.devices)} x {self.devices[0].device_kind}"
+        return f"{len(self.devices)} x {self.device.device_kind}"
 
 
 def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
@@ -37,8 +59,8 @@ def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
         only_here: True if they must be in this machine.
 
     Raises:
-        UsageError: the hardware is not in this machine, and must be, has no type, or no installed compiler knows it; or
-            it is several slices of TPUs.
+        UsageError: the hardware is not in this machine, and must be, or has no known type; or it is several slices of
+            TPUs.
     """
     if hardware is None or hardware.kind == "local":
         return Target(devices=jax.devices(), usable_bytes=device_memory_bytes())
@@ -52,16 +74,25 @@ def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
     # An absent GPU's compiler looks for a driver, unless jax is told to use the CPU.
     jax.config.update("jax_platforms", "cpu")
     name = _name_of_absent(hardware)
-    memory_bytes = device_memory(name)
-    usable_bytes = None if memory_bytes is None else int(gpu_memory_share() * memory_bytes)
+    devices: list[Any]
     try:
+        facts = device_facts(name)
+        is_tpu = facts.platform == "tpu"
+        usable_bytes = facts.memory_bytes if is_tpu else int(gpu_memory_share() * facts.memory_bytes)
+        if not any(map(find_spec, _COMPILERS[facts.platform])):
+            devices = [_Place(number, number // hardware.devices_per_worker) for number in range(num_devices)]
+            return Target(devices=devices, usable_bytes=usable_bytes, facts=facts)
         devices = absent_devices(name)
     except ValueError as error:
-        extra = "tpu" if hardware.kind == "tpu" else "cuda12"
-        raise UsageError(
-            f"--hardware {hardware}: {error} In a clone: uv run --extra {extra} apps/pretrain {typed_arguments('plan')}"
-        ) from error
-    return Target(devices=devices, usable_bytes=usable_bytes)
+        raise UsageError(f"--hardware {hardware}: {error}") from error
+    return Target(devices=devices, usable_bytes=None if is_tpu else usable_bytes)
+
+
+def missing_compiler(target: Target) -> str:
+    """Return a sentence about the compiler of devices, with the command that has it."""
+    extra = "tpu" if target.device.platform == "tpu" else "cuda12"
+    command = f"uv run --extra {extra} apps/pretrain {typed_arguments('plan')}"
+    return f"The compiler of these devices is not installed; on Linux, it comes with: {command}"
 
 
 def _present_devices(hardware: Hardware, num_devices: int) -> list[Any]:
