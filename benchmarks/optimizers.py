@@ -21,7 +21,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,10 @@ GRIDS = {
     ADAMW: {"learning_rate": (1e-3, 2e-3, 4e-3, 8e-3), "weight_decay": (0.1, 0.3)},
     MUON: {"muon_learning_rate": (5e-3, 1e-2, 2e-2, 4e-2), "learning_rate": (3e-3, 1e-2)},
 }
+LARGE_GRIDS = {  # of the larger model, whose runs take minutes: one rate of each rule
+    ADAMW: {"learning_rate": (2.5e-4, 5e-4, 1e-3, 2e-3)},
+    MUON: {"muon_learning_rate": (2.5e-3, 5e-3, 1e-2, 2e-2), "learning_rate": (3e-3,)},
+}
 SHORT_GRIDS = {
     ADAMW: {"learning_rate": (4e-3,)},
     MUON: {"muon_learning_rate": (2e-2,), "learning_rate": (4e-3,)},
@@ -74,6 +78,8 @@ class Job:
     model: GPT2Config
     batch_size: int
     steps: int
+    grids: dict[str, dict[str, tuple[float, ...]]]
+    """The rates to try, for each rule."""
     lengths: tuple[float, ...] = LENGTHS
     """Shares of `steps` that runs of Muon may have, rising."""
 
@@ -87,10 +93,10 @@ def model(seq_len: int, num_layers: int, num_heads: int, embed_dim: int) -> GPT2
 
 
 JOBS = {
-    "baby": Job(model=model(64, 4, 4, 128), batch_size=12, steps=500),
-    "6x256": Job(model=model(128, 6, 4, 256), batch_size=8, steps=200),
+    "baby": Job(model=model(64, 4, 4, 128), batch_size=12, steps=500, grids=GRIDS),
+    "6x256": Job(model=model(128, 6, 4, 256), batch_size=8, steps=200, grids=LARGE_GRIDS),
 }
-SHORT_JOB = Job(model=model(16, 1, 2, 32), batch_size=8, steps=60, lengths=(0.5, 1.0))
+SHORT_JOB = Job(model=model(16, 1, 2, 32), batch_size=8, steps=60, grids=SHORT_GRIDS, lengths=(0.5, 1.0))
 
 
 class Corpus:
@@ -160,7 +166,7 @@ class Runs:
         return [self._losses[key] for key in keys]
 
 
-def tune(runs: Runs, job: Job, corpus: Corpus, rule: str, grid: dict[str, Sequence[float]]) -> dict[str, Any]:
+def tune(runs: Runs, job: Job, corpus: Corpus, rule: str, grid: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the rates with the lowest loss of `TUNING_SEED`, and all losses of the grid. A loss may be NaN."""
     tried = []
     for values in itertools.product(*grid.values()):
@@ -221,11 +227,9 @@ def step_times(job: Job, corpus: Corpus, rates: dict[str, dict[str, float]], rou
     return times
 
 
-def compare(
-    runs: Runs, job: Job, corpus: Corpus, grids: dict[str, Any], seeds: Sequence[int], rounds: int
-) -> dict[str, Any]:
+def compare(runs: Runs, job: Job, corpus: Corpus, seeds: Sequence[int], rounds: int) -> dict[str, Any]:
     """Tune both rules, train all runs of a model on a text, and return the figures of a row."""
-    tuned = {rule: tune(runs, job, corpus, rule, grid) for rule, grid in grids.items()}
+    tuned = {rule: tune(runs, job, corpus, rule, grid) for rule, grid in job.grids.items()}
     rates = {rule: found["rates"] for rule, found in tuned.items()}
     muon_losses: dict[int, dict[float, float]] = {}
 
@@ -250,6 +254,7 @@ def compare(
         "batch": job.batch_size,
         "seq_len": job.model.seq_len,
         "steps": job.steps,
+        "grids": job.grids,
         "tuned": tuned,
         "adamw_losses": runs.final_losses(job, corpus, ADAMW, rates[ADAMW], job.steps, seeds),
         "muon_losses": muon_losses,
@@ -303,13 +308,12 @@ def report(results: dict[str, Any]) -> str:
             loss = min(one["loss"] for one in tuned["tried"] if not math.isnan(one["loss"]))
             edge = ", ".join(tuned["at_the_edge"]) or "none"
             lines.append(f"| {name} | {row['text']} | {rule} | {rates} | {edge} | {loss:.4f} |")
-    grids = "; ".join(
-        f"{rule}: " + ", ".join(f"{name} {' '.join(f'{value:g}' for value in values)}" for name, values in grid.items())
-        for rule, grid in results["grids"].items()
-    )
+    grids = {name: _shown_grids(row["grids"]) for name, row in results["rows"]}
     lines += [
         "",
-        f"The grids, on seed {TUNING_SEED} alone: {grids}. All else is that of the preset `baby`: beta2 0.99, weight "
+        f"The grids, on seed {TUNING_SEED} alone: "
+        + ". ".join(f"{name}: {text}" for name, text in grids.items())
+        + ". All else is that of the preset `baby`: beta2 0.99, weight "
         "decay 0.1 where it is not tuned, clipping at 1, a warmup over 5 % of the steps, a cosine to a tenth of the "
         "peak. Muon has the scaling `rms`, a momentum of 0.95, and a warmup of it over 15 % of the steps; AdamW "
         "updates its embeddings, biases and norms.",
@@ -318,6 +322,14 @@ def report(results: dict[str, Any]) -> str:
         f"is that of {NUM_EVALS * EVAL_ROWS} windows of the last tenth of the text.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _shown_grids(grids: dict[str, Any]) -> str:
+    """Return the grid of each rule as text."""
+    return "; ".join(
+        f"{rule}: " + ", ".join(f"{name} {' '.join(f'{value:g}' for value in values)}" for name, values in grid.items())
+        for rule, grid in grids.items()
+    )
 
 
 def main() -> None:
@@ -337,11 +349,11 @@ def main() -> None:
     jobs = {"tiny": SHORT_JOB} if options.short else {name: JOBS[name] for name in options.models}
     if options.steps:
         jobs = {name: replace(job, steps=options.steps) for name, job in jobs.items()}
-    grids, num_seeds = (SHORT_GRIDS, 1) if options.short else (GRIDS, options.seeds)
+    num_seeds = 1 if options.short else options.seeds
     began_s, runs = time.perf_counter(), Runs(options.kept)
     corpora = [Corpus(name) for name in options.data]
     rows = [
-        (name, compare(runs, job, corpus, grids, range(num_seeds), options.rounds))
+        (name, compare(runs, job, corpus, range(num_seeds), options.rounds))
         for name, job in jobs.items()
         for corpus in corpora
     ]
@@ -349,7 +361,6 @@ def main() -> None:
         **environment("nnx-gpt2", "jax", "optax", "numpy", device=jax.default_backend()),
         "seconds": time.perf_counter() - began_s,
         "seeds": num_seeds,
-        "grids": grids,
         "rows": rows,
     }
     options.out.mkdir(parents=True, exist_ok=True)
