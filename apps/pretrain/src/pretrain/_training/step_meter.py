@@ -22,7 +22,7 @@ from pretrain._training.train_batches import batches_of
 
 @dataclass(kw_only=True, slots=True)
 class Unrecorded:
-    """What a meter knows of the steps since the last record. A checkpoint has it as JSON."""
+    """The sums of a meter over the steps since the last record. A checkpoint has them as JSON."""
 
     loss_sum: float = 0.0
     num_losses: int = 0
