@@ -3,6 +3,7 @@ import functools
 import logging
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +145,7 @@ def test_the_step_is_compiled_beside_the_load_but_not_on_a_gpu(platform, compile
     """The compiler for GPUs times kernels, while the checkpoint is read."""
     lowered = []
     step = SimpleNamespace(lower=lambda *shapes: lowered.append(shapes) or SimpleNamespace(compile=lambda: None))
-    parts = SimpleNamespace(
+    parts: Any = SimpleNamespace(
         mesh=make_mesh(), device=SimpleNamespace(platform=platform), train_step=step, like="shapes", key="key"
     )
     rows = np.arange(12, dtype=np.uint16).reshape(4, 3)

@@ -382,7 +382,9 @@ def test_a_window_of_many_documents_shows_the_first_ones_and_a_long_text_its_beg
     part = window.documents[0]
     assert part.document.file is None
     parts = tuple(WindowDocument(document=part.document, start=number, stop=number + 2) for number in range(9))
-    window = dataclasses.replace(window, number=3, epoch=2, position=1234, documents=parts, text="a" * 150 + "b" * 151)
+    window = dataclasses.replace(
+        window, number=3, epoch=2, position=1234, documents=parts, text="a" * 150 + "c" + "b" * 150
+    )
     lines = [*_step_lines(run, 31, [window], full=False)]
     document = part.document
     name = f"document {document.id:,}: number {document.number} of {document.token_file}, source unknown"
