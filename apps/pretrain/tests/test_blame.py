@@ -196,6 +196,48 @@ def test_the_output_says_whether_the_steps_before_are_those_of_the_run(differenc
     assert [*blame_lines(found, 1, "loss", 1, "C")][1] == f"computed from checkpoint 5{end}"
 
 
+@pytest.mark.parametrize(
+    ("score", "without", "score_without", "end"),
+    [
+        (12.345, ("w1",), 3.0, "without it, the loss of step 6 is +3.0 deviations from the median before it: no spike"),
+        (
+            12.345,
+            ("w1", "d3"),
+            10.0,
+            "without them, the loss of step 6 is +10.0 deviations from the median before it: still a spike",
+        ),
+        (
+            9.96,
+            ("w1",),
+            -1.5,
+            "without it, the loss of step 6 is -1.5 deviations from the median before it: no spike, as "
+            "with all windows",
+        ),
+        (
+            9.96,
+            ("w1",),
+            11.0,
+            "without it, the loss of step 6 is +11.0 deviations from the median before it: still a spike",
+        ),
+    ],
+)
+def test_the_scores_with_and_without_windows_are_told(score, without, score_without, end):
+    compared = Comparison(
+        without=without, num_windows=2, losses=[2.0], losses_without=[1.5], score_without=score_without
+    )
+    found = BlamedStep(
+        step=6, loss=2.0, score=score, checkpoint=4, largest_difference=0.0, grad_norm=0.5, windows=[SUSPECT],
+        documents=[SUSPECT], comparison=compared,
+    )  # fmt: skip
+    lines = [*blame_lines(found, 1, "loss", 1, "C")]
+    assert lines[:2] == [
+        f"step 6 has the loss 2.0000, +{score:.1f} deviations from the median before it; norm of its gradient 0.5",
+        "computed from checkpoint 4: step 5 has the losses of the run, to the bit",
+    ]
+    assert f"without {', '.join(without)}: another window takes the place of 2 windows" in lines
+    assert lines[-1] == end
+
+
 @pytest.mark.parametrize(("num_steps", "end"), [(3, []), (4, ["the run ends at step 9"])])
 def test_the_tables_have_a_legend_and_the_end_of_the_run(num_steps, end):
     compared = Comparison(

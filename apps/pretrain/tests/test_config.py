@@ -236,6 +236,8 @@ def test_epochs_and_tokens_give_the_steps(fields, expected):
         ("cpu:2-3x2", 12, 1, {"tensor": 2}),
         ("tpu:v4:2x2x2:3", 24, 1, {"fsdp": 8}),  # as many as a slice has
         ("tpu:v7x:2x2x1", 8, 1, {"fsdp": 8}),  # two devices of jax a chip
+        ("tpu:v2:2x2", 8, 1, {"fsdp": 8}),
+        ("tpu:v3:2x2", 8, 1, {"fsdp": 8}),
     ],
 )
 def test_a_batch_that_the_devices_can_share_is_accepted(hardware, batch_size, num_microbatches, mesh):

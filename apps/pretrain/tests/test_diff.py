@@ -12,7 +12,8 @@ from many_runs import PLANTED, results
 from pretrain import main
 from pretrain._audit.checkpoint_arrays import differing_elements
 from pretrain._audit.recorded_run import read_run
-from pretrain._audit.run_difference import compare_runs, differing_settings
+from pretrain._audit.run_difference import ArrayDifference, CheckpointDifference, compare_runs, differing_settings
+from pretrain._commands.diff import _arrays, _checkpoint_steps
 
 # Restores the checkpoint of step 8, adds one ulp to one element, saves it again, and trains on.
 SCRIPT = """
@@ -245,3 +246,31 @@ def test_signs_of_zero_and_values_that_are_not_finite_differ():
     a, b = np.array([0.0, np.nan, 1.0], np.float32), np.array([-0.0, np.nan, np.inf], np.float32)
     assert differing_elements(a, b).num_elements == 2
     assert differing_elements(a, b).largest is None
+
+
+def test_the_first_arrays_that_differ_are_named_with_their_elements_and_their_side():
+    found = CheckpointDifference(
+        steps=(4, 4), num_arrays=20, differing=[f"d{number}" for number in range(10)], only_in_a=["a"], only_in_b=["b"],
+        elements={
+            "d0": ArrayDifference(num_elements=1, size=1, largest=None),
+            "d1": ArrayDifference(num_elements=1234, size=5678, largest=0.000123456),
+        },
+    )  # fmt: skip
+    lines = _arrays(found)
+    assert lines[:3] == ["  d0 1 of 1 element", "  d1 1,234 of 5,678 elements, by 0.000123 at most", "  d2"]
+    assert lines[10:] == ["  a (only in A)", "  b (only in B)"]
+    lines = _arrays(dataclasses.replace(found, only_in_b=["b", "c", "d"]))
+    assert (len(lines), lines[-2:]) == (13, ["  b (only in B)", "  and 2 more"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ([], "no checkpoint, as none is left of the same step"),
+        ([1000], "the checkpoint of step 1,000"),
+        ([*range(1, 9)], "the checkpoints of steps 1, 2, 3, 4, 5, 6, 7, 8"),
+        ([*range(1, 11)], "the checkpoints of steps ..., 3, 4, 5, 6, 7, 8, 9, 10"),
+    ],
+)
+def test_the_last_of_many_checkpoints_are_named(steps, text):
+    assert _checkpoint_steps(steps) == text

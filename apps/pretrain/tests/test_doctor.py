@@ -14,6 +14,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ from pretrain import main
 from pretrain._doctor import accelerators, downloads, machine_limits
 from pretrain._doctor.accelerators import check_driver, check_jax
 from pretrain._doctor.child import ChildError, call_in_child, run_program
-from pretrain._doctor.disks import check_storage
+from pretrain._doctor.disks import _clock, check_cache, check_storage, check_temporary_files
 from pretrain._doctor.downloads import check_data, check_tokenizer
 from pretrain._doctor.examine import Check, run_checks
 from pretrain._doctor.finding import ok
@@ -176,6 +177,42 @@ def test_the_speed_of_a_folder_is_that_of_its_file_and_slow_writes_are_marked(
     speeds = {0.5: "200.00 MB/s", 10.0: "10.00 MB/s"}
     assert storage.found.endswith(f"deleted: write {speeds[write_s]}, read {speeds[read_s]}")
     assert storage.state == state
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "temporary", "cache"),
+    [
+        (51e8, 1e11, "ok", "ok"),
+        (49e8, 1e11, "warn", "ok"),  # fuller than 95 %: Ray stops to write objects
+        (9e8, 1e10, "warn", "warn"),
+    ],
+)
+def test_a_full_disk_of_temporary_files_stops_ray_and_one_of_the_cache_does_not(
+    free, total, temporary, cache, monkeypatch
+):
+    monkeypatch.setattr("pretrain._doctor.disks.call_in_child", lambda *arguments, **options: {"error": ""})
+    usage = SimpleNamespace(free=free, total=total, used=total - free)
+    monkeypatch.setattr("pretrain._doctor.disks.shutil", SimpleNamespace(disk_usage=lambda path: usage))
+    found = in_one(check_temporary_files())
+    assert (found[0], in_one(check_cache())[0]) == (temporary, cache)
+    assert ("Ray stops to write objects to a disk that is 95% full" in found[1]) == (free == 49e8)
+
+
+@pytest.mark.parametrize(
+    ("fast_s", "is_folder", "state", "found"),
+    [
+        (4.9, False, "ok", "agree"),
+        (-4.9, True, "ok", "agree"),
+        (5.0, True, "warn", "the storage's is 5 s ahead of this machine's"),
+        (-7.5, False, "warn", "the storage's is 7 s behind this machine's"),
+        (900.0, False, "warn", "15:00 ahead of"),
+        (-901.0, False, "fail", "15:01 behind"),
+        (901.0, True, "warn", "15:01 ahead of"),  # no server rejects a request
+    ],
+)
+def test_the_clock_of_the_storage_may_differ_by_seconds(fast_s, is_folder, state, found):
+    finding = _clock(fast_s, is_folder=is_folder)
+    assert (finding.state, found in finding.found) == (state, True)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):

@@ -43,6 +43,10 @@ best = min((line["val_loss"], line["step"]) for line in losses("parent") if "val
 found["best"] = [load_trained("parent@best").step, best, load_trained("parent@4").step, load_trained("parent").step]
 
 of_step_8 = [checkpoint_metadata(f"runs/{name}/checkpoints", 8)["best"] for name in ("parent", "other")]
+parts = [checkpoint_metadata(f"runs/{name}/checkpoints", 12)["unrecorded"] for name in ("parent", "same")]
+found["unrecorded"] = [parts[0] == parts[1], len(parts[0]["trailing_losses"])]
+records = [read_records(Path("runs", name, "metrics.jsonl")) for name in ("parent", "same")]
+found["times"] = [records[0][-1]["time_s"], records[1][0]["time_s"]]
 found["best at step 8"] = [[one[f"best_{kind}"] for kind in ("loss", "saved_loss", "saved_step")] for one in of_step_8]
 
 for state in ("with its parent", "alone"):
@@ -72,6 +76,13 @@ def test_a_fork_without_changes_is_its_parent_to_the_bit(found):
     forked, parent = found["same losses"]
     assert len(forked) == 11
     assert forked == parent
+
+
+def test_a_fork_knows_the_losses_before_it_and_has_its_own_times(found):
+    """The score of a spike depends on the losses before it."""
+    assert found["unrecorded"] == [True, 12]
+    of_parent, of_fork = found["times"]
+    assert of_fork > of_parent
 
 
 def test_a_fork_reads_the_batches_of_its_parent_at_another_rate(found):

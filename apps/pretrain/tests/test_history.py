@@ -2,9 +2,13 @@
 
 import pytest
 
+from pretrain import PRESETS
+from pretrain._config import with_vocab_size
+from pretrain._run.description import DataDescription, RunDescription
 from pretrain._run.files import append_line
+from pretrain._run.find import best_step
 from pretrain._run.folder import RunFolder
-from pretrain._run.history import read_phases, read_scores, write_end
+from pretrain._run.history import read_history, read_phases, read_scores, summarize, write_end
 
 
 @pytest.mark.parametrize(
@@ -61,3 +65,27 @@ def test_a_checkpoint_that_was_scored_twice_has_its_last_scores_and_all_are_in_t
     assert read_scores(folder) == [
         {"step": of, "tasks/step": of, "tasks/piqa/acc": score} for of, score in ((4, 0.25), (8, 0.75))
     ]
+
+
+def test_the_first_of_equal_validation_losses_is_the_best(tmp_path):
+    """That of `RUN@best` is among the checkpoints that exist, as is the one that the run keeps."""
+    losses = ((0, 1.0), (5, 2.5), (10, 2.0), (15, 2.0), (20, 2.25))
+    records = [{"step": step, "val_loss": loss} for step, loss in losses]
+    assert best_step([*records, {"step": 25, "val_loss": float("nan")}, {"step": 30}], [5, 10, 15, 20, 25]) == 10
+    assert best_step(records, [5, 15, 20]) == 15
+    assert best_step([{"step": 30}], [30]) is None
+    folder = RunFolder(tmp_path)
+    for record in records:
+        append_line(folder.metrics, record)
+    config, data = PRESETS["quickstart"](), DataDescription(tokens="a", tokenizer="bytes", fingerprint={})
+    description = RunDescription(config=with_vocab_size(config, 257), data=data, hardware="local", versions={})
+    found = summarize(read_history(folder, description))
+    # The loss of the untrained model does not count.
+    assert (found.best_val_loss, found.best_val_step, found.last_val_step) == (2.0, 10, 20)
+    assert (found.began_at, found.ended_at) == (None, None)
+    # A run whose phases are lost began when its first workers did.
+    append_line(folder.starts, {"step": 0, "time_s": 60.0})
+    append_line(folder.starts, {"step": 9, "time_s": 120.0})
+    assert summarize(read_history(folder, description)).began_at == "1970-01-01T00:01:00+00:00"
+    append_line(folder.phases, {"step": 0, "time_s": 30.0, "phase": "starting"})
+    assert summarize(read_history(folder, description)).began_at == "1970-01-01T00:00:30+00:00"

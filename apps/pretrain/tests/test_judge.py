@@ -1,10 +1,14 @@
 """`eval --tasks`: the scores of lm-eval are those of a direct computation with all logits of the model."""
 
+import dataclasses
+import importlib.util
 import json
 import math
 import random
 import re
 import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,14 +176,42 @@ def test_scores_on_own_tasks_are_those_of_a_direct_computation(exported, model, 
     assert sentence.startswith("error: --tasks must name tasks whose files and data can be read, got ")
 
 
-def test_each_option_of_a_task_changes_the_text_that_is_written(model):
-    instance = pytest.importorskip("lm_eval.api.instance", reason="needs the extra eval")
-    from pretrain._judge.language_model import LanguageModel
+@dataclasses.dataclass
+class Request:
+    """A request of lm-eval, where the extra is not installed."""
 
-    language_model = LanguageModel(model, load_tokenizer("bytes"), batch_size=2, console=Console(quiet=True))
+    request_type: str
+    doc: dict[str, Any]
+    args: tuple[Any, ...]
+    idx: int
+
+
+@pytest.fixture(scope="module")
+def language_model(model):
+    """The model as lm-eval asks it. Without the extra, its base has nothing, and no text is scored in windows."""
+    with pytest.MonkeyPatch.context() as patch:
+        name = "pretrain._judge.language_model"
+        if importlib.util.find_spec("lm_eval") is None:
+            parts: dict[str, Any] = {
+                "lm_eval.api.instance": SimpleNamespace(Instance=Request),
+                "lm_eval.api.model": SimpleNamespace(TemplateLM=type("TemplateLM", (), {})),
+                "lm_eval.utils": SimpleNamespace(get_rolling_token_windows=None, make_disjoint_window=None),
+            }
+            for part, content in ({"lm_eval": None, "lm_eval.api": None} | parts).items():
+                patch.setitem(sys.modules, part, content or ModuleType(part))
+        module = importlib.import_module(name)
+        if isinstance(sys.modules["lm_eval.utils"], SimpleNamespace):
+            del sys.modules[name]
+        instance = sys.modules["lm_eval.api.instance"]
+    made = module.LanguageModel(model, load_tokenizer("bytes"), batch_size=2, console=Console(quiet=True))
+    return made, instance.Instance
+
+
+def test_each_option_of_a_task_changes_the_text_that_is_written(language_model):
+    language_model, instance = language_model
 
     def write(**options):
-        requests = [instance.Instance("generate_until", {}, ("A cat", {"max_gen_toks": 16, **options}), 0)]
+        requests = [instance("generate_until", {}, ("A cat", {"max_gen_toks": 16, **options}), 0)]
         return language_model.generate_until(requests)[0]
 
     drawing = {"do_sample": True, "temperature": 3.0}
@@ -192,15 +224,47 @@ def test_each_option_of_a_task_changes_the_text_that_is_written(model):
     for stops in ([early, late], [late, early], early):  # the first one in the text counts
         assert write(**drawing, until=stops) == drawn[: drawn.index(early)]
     assert write(**drawing, until=late) == drawn[: drawn.index(late)]
+    # Requests of other options are answered apart, and each has its own answer.
+    requests = [instance("generate_until", {}, ("A cat", {"max_gen_toks": number}), 0) for number in (16, 4, 16)]
+    assert language_model.generate_until(requests) == [greedy, write(max_gen_toks=4), greedy]
+
+
+@pytest.mark.parametrize(
+    ("given", "num_seen", "max_new_tokens"),
+    [
+        ({"max_gen_toks": 12}, 20, 12),
+        ({"max_gen_toks": None, "max_tokens": "31", "max_completion_tokens": 5}, 1, 31),
+        ({"max_new_tokens": 32}, 16, 32),  # an answer as long as the context: half of the context is seen
+        ({}, 16, 256),
+    ],
+)
+def test_a_context_loses_its_beginning_to_leave_room_for_the_answer(
+    given, num_seen, max_new_tokens, language_model, monkeypatch
+):
+    language_model, instance = language_model
+    asked = []
+
+    def continue_texts(prompts, number, **options):
+        asked.append((prompts, number))
+        return [[97, END, 98]] * len(prompts)
+
+    monkeypatch.setattr(language_model._scorer, "continue_texts", continue_texts)
+    text = "".join(map(chr, range(65, 105)))
+    requests = [instance("generate_until", {}, (context, given), 0) for context in (text, "ab", "")]
+    assert language_model.generate_until(requests) == ["a"] * 3
+    assert asked == [([encoded(text)[-num_seen:], encoded("ab")[-num_seen:], [END]], max_new_tokens)]
+
+
+def test_the_text_of_an_end_of_text_is_its_token(language_model):
+    language_model, _ = language_model
+    assert language_model.tok_encode("ab<|endoftext|><|endoftext|>c") == [97, 98, END, END, 99]
+    assert (language_model.tok_encode(""), language_model.eot_token_id) == ([], END)
 
 
 @pytest.mark.parametrize("continuation", [" the end", "", " and the whole of an answer longer than the context"])
 @pytest.mark.parametrize("context", ["", "a", "a question that is longer than the context of the model"])
-def test_a_request_loses_its_beginning_and_no_more(model, log_probs, context, continuation):
-    pytest.importorskip("lm_eval", reason="needs the extra eval")
-    from pretrain._judge.language_model import LanguageModel
-
-    language_model = LanguageModel(model, load_tokenizer("bytes"), batch_size=2, console=Console(quiet=True))
+def test_a_request_loses_its_beginning_and_no_more(language_model, log_probs, context, continuation):
+    language_model, _ = language_model
     before, after = encoded(context) or [END], encoded(continuation)
     ((found, _),) = language_model._loglikelihood_tokens([(("", ""), before, after)])
     seen = [*before, *after][-33:]
@@ -318,6 +382,22 @@ def test_the_figures_of_gpt2_stand_beside_the_scores_with_their_sources(capsys):
     assert header.endswith("± error  GPT-2 124M  GPT-2 1.5B")
     assert row.split() == ["hellaswag", "acc_norm", "1,000", "0", "0.2500", "0.0125", "0.3114", "0.5089"]
     assert source == "GPT-2 on hellaswag: github.com/karpathy/build-nanogpt, hellaswag.py"
+
+
+def test_a_score_without_an_error_a_group_of_tasks_and_a_large_score_have_their_own_texts(capsys):
+    values = {"word_perplexity": 1234.567, "byte_perplexity": 99.99, "acc": -100.0}
+    metrics = [MetricScore(metric=name, value=value, stderr=None, published=()) for name, value in values.items()]
+    scores = [
+        TaskScores(task="own", num_documents=None, num_examples=None, version=None, metrics=metrics),
+        TaskScores(task="more", num_documents=7, num_examples=2, version=None, metrics=metrics[1:2]),
+    ]
+    show_scores(scores, console=Console(width=60))
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["task", "metric", "documents", "examples", "score", "±", "error"]
+    assert [row.split() for row in rows] == [
+        ["own", "word_perplexity", "1,234.57"], ["byte_perplexity", "99.9900"], ["acc", "-100.00"],
+        ["more", "byte_perplexity", "7", "2", "99.9900"],
+    ]  # fmt: skip
 
 
 def test_the_tokenizer_of_other_weights_is_not_guessed(model, tmp_path, capsys):

@@ -3,6 +3,7 @@ import functools
 import logging
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,27 @@ def test_bfloat16_on_an_old_gpu_is_a_line_in_the_log(dtype, capability, expected
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     warn_of_bfloat16(config, SimpleNamespace(device_kind="Tesla T4", compute_capability=capability))
     assert [message.partition(" faster")[0] for message in caplog.messages] == expected
+
+
+def test_rank_0_alone_warns_of_bfloat16(monkeypatch, caplog):
+    config = PRESETS["tutorial"]()
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    warn_of_bfloat16(config, SimpleNamespace(device_kind="Tesla T4", compute_capability="7.5"))
+    assert (config.model.dtype, caplog.messages) == ("bfloat16", [])
+
+
+@pytest.mark.parametrize(("platform", "compiled"), [("cpu", 1), ("tpu", 1), ("gpu", 0)])
+def test_the_step_is_compiled_beside_the_load_but_not_on_a_gpu(platform, compiled):
+    """The compiler for GPUs times kernels, while the checkpoint is read."""
+    lowered = []
+    step = SimpleNamespace(lower=lambda *shapes: lowered.append(shapes) or SimpleNamespace(compile=lambda: None))
+    parts: Any = SimpleNamespace(
+        mesh=make_mesh(), device=SimpleNamespace(platform=platform), train_step=step, like="shapes", key="key"
+    )
+    rows = np.arange(12, dtype=np.uint16).reshape(4, 3)
+    windows = setup.Setup.first_windows(parts, iter([rows]))
+    np.testing.assert_array_equal(windows, rows)
+    assert [(like, key) for like, _, key in lowered] == [("shapes", "key")] * compiled
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from many_runs import PLANTED, environment, results
 from pretrain import main
 from pretrain._audit.recompute import RecomputedSteps
 from pretrain._audit.recorded_run import read_run
-from pretrain._audit.replay_difference import _causes
+from pretrain._audit.replay_difference import _causes, compare_replay
 from pretrain._audit.segment import find_segment
+from pretrain._commands.replay import _texts
 
 # `planted` restores the checkpoint of step 8, adds one ulp to one element, saves it again, and trains on.
 SCRIPT = """
@@ -199,6 +200,31 @@ def test_the_starts_that_computed_the_steps_are_the_causes(copied, first, stop, 
     causes = _causes(dataclasses.replace(run, starts=starts), find_segment(run, first, stop), here)
     named = [cause.removeprefix("The run was computed on ")[:9] for cause in causes]
     assert named == [f"{number} workers" for number in workers]
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm_max", "num_skipped", "learning_rate"])
+def test_each_number_of_a_record_that_follows_from_the_steps_is_compared(name, place):
+    run = read_run(str(place / "runs" / "whole"))
+    segment = dataclasses.replace(find_segment(run, 4, 8), checkpoint_steps=())
+    found = RecomputedSteps(
+        losses=run.losses[4:8].tolist(), records={step: run.records[step] for step in (5, 6, 7, 8)}, digests={},
+        workers=1, devices=1, device="cpu", processor="Z80",
+    )  # fmt: skip
+
+    def compared(**changes):
+        records = {**found.records, 7: {**found.records[7], **changes}}
+        return compare_replay(run, segment, dataclasses.replace(found, records=records))
+
+    assert compared(step_s=9.0, tokens_per_s=9.0, time_s=9.0).first_step is None
+    answer = compared(**{name: 0.125})
+    recorded = run.records[7].get(name)
+    assert answer.record is not None
+    assert dataclasses.astuple(answer.record) == (7, name, recorded, 0.125)
+    (line,) = [line for line in _texts(segment, answer) if name in line]
+    assert line.startswith(f"The record of step 7 has the {name} {recorded}; computed again")
+    lost = dataclasses.replace(run, losses=np.where(np.arange(13) == 5, np.float32(np.nan), run.losses))
+    assert "The losses of 1 steps are not recorded." in _texts(segment, compare_replay(lost, segment, found))
+    assert not any("not recorded" in line for line in _texts(segment, answer))
 
 
 def test_other_devices_than_those_of_the_run_are_named(facts, copied):

@@ -1,5 +1,6 @@
 """From a configuration to a run that can start, in this process and on its device."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from rich.console import Console
 from pretrain import PRESETS, PretrainConfig
 from pretrain._data import load_tokens
 from pretrain._errors import UsageError
-from pretrain._resolve.origin import resolve_anneal, settings_of
+from pretrain._resolve.length import check_length
+from pretrain._resolve.origin import _check_fork, resolve_anneal, settings_of
 from pretrain._resolve.resolve import resolve_settings, resolving
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._run.description import DataDescription, Origin, describe, write_description
+from pretrain._run.find import FoundCheckpoint
 from pretrain._run.folder import RunFolder
 from pretrain._surroundings.environment import FIXED_THREADS
 from ray_jax_launch import parse_hardware
@@ -124,3 +127,41 @@ def test_an_annealed_run_has_its_own_length_whatever_gave_that_of_its_parent() -
     found = resolve_anneal(PRESETS["quickstart"]().with_options(changes), origin)
     assert (found.train.max_steps, found.train.max_epochs, found.train.max_tokens) == (11, None, None)
     assert (found.optimizer.schedule, found.optimizer.decay_steps) == ("wsd", 3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "now", "done", "message"),
+    [
+        ("wsd", 16, 22, 11, None),  # the last step at the peak rate
+        ("wsd", 16, 22, 12, "the learning rate falls from step 11 on, and the run is at step 12"),
+        ("wsd", 22, 16, 11, None),
+        ("wsd", 22, 16, 12, "the learning rate falls from step 11 on"),
+        ("cosine", 16, 22, 4, None),  # the first one after the warmup, at the peak rate
+        ("cosine", 16, 22, 5, "the learning rate of the cosine schedule depends on this number"),
+        ("constant", 16, 12, 12, None),
+        ("constant", 16, 12, 13, "must be at least 13, the step of the newest checkpoint, got 12"),
+        ("cosine", 16, 16, 16, None),
+    ],
+)
+def test_a_run_has_another_length_until_its_rates_would_have_been_others(
+    schedule: str, steps: int, now: int, done: int, message: str | None
+) -> None:
+    changes = {"optimizer.schedule": schedule, "optimizer.warmup_steps": 3}
+    changes |= {"optimizer.decay_steps": 5} if schedule == "wsd" else {}
+    config = PRESETS["quickstart"]().with_options(changes)
+    stored, longer = (with_train(config, max_steps=number) for number in (steps, now))
+    with pytest.raises(UsageError, match=message) if message else contextlib.nullcontext():
+        check_length(longer, stored, done)
+    if message and "newest" not in message:
+        check_length(dataclasses.replace(longer, extend=True), stored, done)
+
+
+@pytest.mark.parametrize(("step", "is_accepted"), [(13, True), (14, False)])
+def test_a_run_is_annealed_from_the_last_step_at_the_peak_rate(step: int, is_accepted: bool, tmp_path: Path) -> None:
+    changes = {"optimizer.schedule": "wsd", "optimizer.decay_steps": 5, "optimizer.warmup_steps": 3}
+    before = with_train(PRESETS["quickstart"]().with_options(changes), max_steps=18)
+    parent = FoundCheckpoint(RunFolder(tmp_path), describe(before, DATA, "cpu:1"), step)
+    config = before.with_options({"from_checkpoint": f"parent@{step}", "anneal": 3})
+    message = f"parent@{step} must be a checkpoint before the learning rate of its run falls, at most step 13, got 14"
+    with contextlib.nullcontext() if is_accepted else pytest.raises(UsageError, match=message):
+        _check_fork(config, parent)

@@ -126,6 +126,19 @@ def test_what_a_tracker_writes_at_its_end_reaches_object_storage(s3, tmp_path, m
         assert file.read() == b"row of the last step"
 
 
+def test_the_events_of_a_tracker_reach_object_storage_before_a_save(s3, tmp_path):
+    """They are uploaded as files, after they were written."""
+    uri = f"{s3}/{tmp_path.name}/run"
+    config = dataclasses.replace(CONFIG, trackers=("tensorboard",))
+    filesystem, root = open_uri(uri)
+    with RunLog(RunFolder(tmp_path / "driver", uri), config, DESCRIPTION, send=lambda record: None) as log:
+        begin(log, 0)
+        log.write({"step": 6, "loss": 2.0})
+        log.push()
+        with filesystem.open_input_stream(f"{root}/tensorboard/recorded_steps") as file:
+            assert file.read() == b"7"
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_start_reaches_object_storage_at_once_and_leaves_no_copy(fails, s3, tmp_path):
     uri = f"{s3}/{tmp_path.name}/run"

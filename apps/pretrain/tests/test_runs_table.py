@@ -258,6 +258,20 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(sweep):
     assert second["val_loss_std"] == 0.5
 
 
+def test_the_mean_of_losses_on_a_part_of_the_tokens_is_marked_as_each_of_them(sweep):
+    """Also that of one name of a mixture, of which the other one is validated on all tokens."""
+    for seed in (1, 2):
+        losses: Any = {"val_loss": seed, "val_loss/web": 3.0 * seed, "full_val_loss/code": 2.0 * seed}
+        make_run(sweep / f"part-seed{seed}", "finished", 9, options={"seed": seed}, digest="3", **losses)
+    columns = "run,val,spread,val_loss/web,val_loss/code"
+    assert table(sweep, "part*", group_by="seed", columns=columns)[1:] == [
+        ["part", "1.5000*", "0.7071", "4.5000*", "3.0000"]
+    ]
+    out = io.StringIO()
+    show_runs(str(sweep), ["part*"], group_by="seed", console=Console(file=out))
+    assert out.getvalue().splitlines()[-1].startswith("* validation loss on a part of the validation tokens")
+
+
 GROUP = "rank,run,runs,seed,val,spread"
 
 

@@ -12,7 +12,8 @@ import pytest
 from owt_data import PrepareOptions, load_tokenizer, open_documents, open_tokens, prepare, prepare_in_background
 from pretrain import PRESETS, main
 from pretrain._audit.run_tokens import open_run_tokens
-from pretrain._audit.step_windows import read_document, step_windows
+from pretrain._audit.step_windows import WindowDocument, read_document, step_windows
+from pretrain._commands.data import _step_lines, _steps
 from pretrain._config import with_vocab_size
 from pretrain._run.description import Origin, describe, describe_data, write_description
 from pretrain._run.folder import RunFolder
@@ -373,3 +374,30 @@ def test_a_document_can_be_read_by_its_id(corpora, make_run):
     document, text = read_document(run, 100)
     lines = Path(str(document.file)).read_text().splitlines()
     assert text == json.loads(lines[document.row or 0])["text"]
+
+
+def test_a_window_of_many_documents_shows_the_first_ones_and_a_long_text_its_beginning_and_its_end(corpora, make_run):
+    run = open_run_tokens(*make_run(corpora["bare"])[:2])
+    (window, *_) = step_windows(run, 31)
+    part = window.documents[0]
+    assert part.document.file is None
+    parts = tuple(WindowDocument(document=part.document, start=number, stop=number + 2) for number in range(9))
+    window = dataclasses.replace(
+        window, number=3, epoch=2, position=1234, documents=parts, text="a" * 150 + "c" + "b" * 150
+    )
+    lines = [*_step_lines(run, 31, [window], full=False)]
+    document = part.document
+    name = f"document {document.id:,}: number {document.number} of {document.token_file}, source unknown"
+    assert lines == [
+        "step 31 of 70, to come: 1 window",
+        "",
+        "window w3: 49 tokens from position 1,234, epoch 2",
+        *(f"  tokens {number} to {number + 1}: {name}" for number in range(8)),
+        "  and 1 more documents",
+        '  "' + "a" * 150 + " \N{HORIZONTAL ELLIPSIS} " + "b" * 150 + '"',
+    ]
+    whole = [*_step_lines(run, 30, [dataclasses.replace(window, epoch=None)], full=True)]
+    assert whole[0] == "step 30 of 70, past: 1 window"
+    assert whole[2] == "window w3: 49 tokens from position 1,234"
+    assert whole[-2:] == [f"  tokens 8 to 9: {name}", window.text]
+    assert _steps(run, (), False) == "not read from step 1 to step 70"

@@ -19,7 +19,15 @@ from pretrain._command_line.arguments import build_command
 from pretrain._command_line.command_classes import SweepCommand
 from pretrain._command_line.config_file import to_arguments
 from pretrain._commands import sweep
-from pretrain._commands.sweep import _cluster, _is_finished, _Workers, best_settings, matching_folders, plan_sweep
+from pretrain._commands.sweep import (
+    _cluster,
+    _is_finished,
+    _show_results,
+    _Workers,
+    best_settings,
+    matching_folders,
+    plan_sweep,
+)
 from pretrain._errors import UsageError
 from pretrain._formats import loss
 from pretrain._run.folder import RunFolder
@@ -355,6 +363,28 @@ def test_the_two_best_settings_are_those_of_the_lowest_mean_losses(finished, gri
         groups.setdefault((run.config.optimizer, run.config.train), []).append(run)
     best = best_settings([*groups.values()])
     assert (best and [group[0].config.optimizer.learning_rate for group in best]) == expected
+
+
+def test_a_sweep_ends_with_the_commands_for_its_runs_and_their_seeds(finished, monkeypatch):
+    """Also in another folder for runs."""
+    shown = []
+    monkeypatch.setattr(sweep, "show_runs", lambda *arguments, **options: shown.append((arguments, options["sort"])))
+    monkeypatch.setattr("sys.argv", ["pretrain"])
+    base = f"{TINY} --storage-path place"
+    runs = finished("optimizer.learning-rate=1e-3,3e-3 seed=1,2", [3.0, 2.5, 1.0, 1.5], base=base)
+    out = io.StringIO()
+    _show_results(runs, Console(file=out, width=300))
+    assert (out.getvalue(), shown) == ("", [])  # no run has begun
+    for run in runs:
+        run.folder.config.touch()
+    _show_results(runs, Console(file=out, width=300))
+    first, second = (f"quickstart-book-lr{rate}-warmup0-{SIZES}-seed*" for rate in ("1e-3", "3e-3"))
+    assert shown == [(("place", [run.name for run in runs]), "val")]
+    assert out.getvalue().splitlines() == [
+        "pretrain report 'place/quickstart-book-lr*'",
+        "pretrain runs place 'quickstart-book-lr*' --group-by seed",
+        f"pretrain compare 'place/{second}' --against 'place/{first}'",
+    ]
 
 
 # In place of a run: it goes on when another one has begun, and tells how many there are.

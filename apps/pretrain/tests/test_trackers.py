@@ -8,6 +8,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,8 @@ from pretrain._trackers.row_tracker import RowTracker
 from pretrain._trackers.shown_values import settings, tagged
 from pretrain._trackers.tracker import Trackers, check_trackers, open_trackers
 from pretrain._trackers.tracker import _run_id as run_id
+from pretrain._trackers.trackio_tracker import TrackioTracker
+from pretrain._trackers.wandb_tracker import WandbTracker
 
 CONFIG = PRESETS["quickstart"]()
 DESCRIPTION = describe(CONFIG, DataDescription(tokens="a", tokenizer="bytes", fingerprint={}), "cpu:1")
@@ -236,6 +239,71 @@ def test_each_tracker_gets_the_steps_that_it_lacks_and_one_that_fails_is_dropped
     (warning,) = caplog.messages
     assert warning.startswith("the run goes on without wandb: ")
     assert "the service does not answer" in warning
+
+
+# Stand-ins for the packages, which the tests with the mark `trackers` use.
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_wandb_gets_the_steps_that_it_lacks_and_offline_all_in_place_of_the_former_ones(
+    is_offline, tmp_path, monkeypatch
+):
+    given, rows, ended = {}, [], []
+    place = SimpleNamespace(sync_dir=str(tmp_path / "wandb" / "offline-run-2-id"))
+
+    def init(**options):
+        given.update(options)
+        return SimpleNamespace(
+            url=None, offline=is_offline, starting_step=7, settings=place, finish=lambda: ended.append(True),
+            log=lambda values, **row: rows.append((values, row)),
+        )  # fmt: skip
+
+    module = SimpleNamespace(init=init, Table=lambda **table: table, Settings=lambda **settings: settings)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    names = {"offline-run-1-id", "offline-run-2-id", "offline-run-1-other", "run-1-id"}
+    for name in names:
+        (tmp_path / "wandb" / name).mkdir(parents=True)
+    tracker = WandbTracker(tmp_path, "a run", "id", {"seed": 1})
+    assert tracker.first_step == (0 if is_offline else 7)
+    left = names - ({"offline-run-1-id"} if is_offline else set())
+    assert {path.name for path in (tmp_path / "wandb").iterdir()} == left
+    expected = {"project": "mine", "id": "id", "name": "a run", "resume": "allow", "config": {"seed": 1}}
+    assert {name: given[name] for name in expected} == expected
+    assert given["dir"] == tmp_path
+    tracker.write_sample(sample_of(9, "text"))
+    tracker.write({"step": 9, "loss": 2.0})
+    tracker.write({"step": 12, "loss": 1.0})
+    tracker.close()
+    table = {"columns": ["prompt", "text"], "data": [["a", "text"]]}
+    assert rows == [
+        ({"train/loss": 2.0, "samples": table}, {"step": 9, "commit": True}),
+        ({"train/loss": 1.0}, {"step": 12, "commit": True}),
+    ]
+    assert ended == [True]
+
+
+def test_trackio_gets_the_steps_that_it_lacks_and_prints_nothing(monkeypatch, capsys):
+    given, rows = {}, []
+
+    def init(**options):
+        print("trackio")  # noqa: T201 - as the package does
+        given.update(options)
+        return SimpleNamespace(_next_step=5, log=lambda values, **row: rows.append((values, row)))
+
+    module = SimpleNamespace(init=init, Markdown=lambda text: ("Markdown", text), finish=lambda: print("trackio"))  # noqa: T201
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
+    tracker = TrackioTracker("a run", "id", {"seed": 1})
+    assert (tracker.first_step, given["name"], given["project"]) == (5, "a run-id", "pretrain")
+    assert (given["resume"], given["config"]) == ("allow", {"seed": 1})
+    for text in ("first", "second"):
+        tracker.write_sample(sample_of(6, text))
+    tracker.write({"step": 6, "loss": 2.0})
+    tracker.close()
+    texts = {"samples/1": ("Markdown", "first"), "samples/2": ("Markdown", "second")}
+    assert rows == [({"train/loss": 2.0, **texts}, {"step": 6})]
+    assert capsys.readouterr().out == ""
 
 
 def test_each_metric_has_its_own_tag():

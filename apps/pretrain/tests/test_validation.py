@@ -20,6 +20,7 @@ from nnx_gpt2 import (
     merge,
 )
 from owt_data import TokenSequence, TokenSpan, load_tokenizer
+from pretrain._training import validation as validation_module
 from pretrain._training.validation import Validation, last_tokens
 
 MODEL = GPT2Config(vocab_size=257, seq_len=8, num_layers=1, num_heads=2, embed_dim=16)
@@ -132,8 +133,10 @@ LONGER = tiktoken.Encoding(
 
 
 @pytest.mark.parametrize("tokenizer", [load_tokenizer("bytes"), LONGER], ids=["bytes", "longer"])
-def test_bits_per_byte_count_the_bytes_of_the_predicted_tokens(tokenizer, tokens):
-    for num_tokens, starts in ((None, [0]), (16, [0, 80])):
+def test_bits_per_byte_count_the_bytes_of_the_predicted_tokens(tokenizer, tokens, monkeypatch):
+    """The windows are read in several parts, of which the last one is shorter."""
+    monkeypatch.setattr(validation_module, "_WINDOWS_AT_ONCE", 4)
+    for num_tokens, starts in ((None, [0]), (16, [0, 80]), (40, [0, 32, 64, 96, 128])):
         validation = Validation(MODEL, tokens, num_tokens=num_tokens, batch_size=4)
         predicted: Any = [tokens.read(start + 1, NUM_TOKENS if num_tokens is None else start + 9) for start in starts]
         texts = [token for token in np.concatenate(predicted).tolist() if token != 256]  # the end of a text

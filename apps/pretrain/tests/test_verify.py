@@ -21,10 +21,11 @@ from many_runs import PLANTED, optimized, results
 from rich.console import Console
 
 from pretrain import main
-from pretrain._audit import killed_run
+from pretrain._audit import child_run, killed_run
 from pretrain._audit.child_run import ChildRun
 from pretrain._audit.killed_run import ChildFailedError, train_with_kills
 from pretrain._audit.planned_kills import PlannedKill, plan_kills
+from pretrain._commands import verify_run
 from pretrain._commands.verify_run import MAX_STEPS, judge, progress
 from pretrain._run.folder import locate
 from pretrain._screen.kill_table import KillRow, KillTable
@@ -154,6 +155,67 @@ def test_a_run_that_ends_before_its_kills_proves_nothing(place):
     kills = plan_kills(2, MAX_STEPS, has_workers=False, rng=random.Random(0))
     with contextlib.closing(run), pytest.raises(ChildFailedError, match="run ended before 2 of 2 kills"):
         train_with_kills(run, kills, random.Random(0), KillTable(Console(file=io.StringIO())))
+
+
+# In place of a command: it starts a process, which waits as long as it does, and may ignore an interrupt.
+WAITS = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+if sys.argv[1] == "ignores":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+Path("ready").write_text(f"{os.environ.get('NEW')} {os.environ.get('GONE')}")
+Path("ready").rename("is-ready")
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    Path("saved").touch()
+"""
+
+
+@pytest.mark.parametrize("what", ["saves", "ignores"])
+def test_a_command_that_still_runs_may_save_and_then_no_process_is_left(what, place, monkeypatch):
+    monkeypatch.setattr(child_run, "CHILD", WAITS)
+    monkeypatch.setattr(child_run, "_SAVE_WITHIN_S", 60.0 if what == "saves" else 0.1)
+    monkeypatch.setattr(child_run, "_END_WITHIN_S", 0.1)
+    monkeypatch.setenv("GONE", "1")
+    run = ChildRun(locate(place / "run"), [what], log=place / "log", variables={"NEW": "2", "GONE": None})
+    run.close()  # nothing has started
+    run.start()
+    try:
+        until = time.monotonic() + 60
+        while not Path("is-ready").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        seen = [one for one in processes_below(os.getpid()) if one.pid == run.pid] + run.processes()
+        assert (len(seen), run.poll(), Path("is-ready").read_text()) == (2, None, "2 None")
+        run.close()
+        run.close()
+    finally:
+        for one in run.processes():
+            one.kill()
+    assert Path("saved").exists() == (what == "saves")
+    while living(seen):
+        assert time.monotonic() < until
+
+
+@pytest.mark.parametrize("end", ["equal", "different", "failed"])
+def test_the_runs_are_kept_if_they_are_not_equal(end, place, monkeypatch, capsys):
+    def train_both(folder, *arguments):
+        (folder / "undisturbed").mkdir()
+        if end == "failed":
+            raise ChildFailedError("the command of the run killed ended with code 1: the data is gone.")
+        return 3
+
+    monkeypatch.setattr(verify_run, "_train_both", train_both)
+    monkeypatch.setattr(verify_run, "judge", lambda *arguments: end == "equal")
+    assert main(["verify", "--hardware", "local"]) == (end != "equal")
+    left, captured = [*Path("temporary").iterdir()], capsys.readouterr()
+    assert [[path.name for path in folder.iterdir()] for folder in left] == [["undisturbed"]] * (end != "equal")
+    place_of_runs = f"{place / 'temporary' / left[0].name}" if left else "temporary"
+    assert (f"both runs are in {place_of_runs}\n" in captured.out) == (end == "different")
+    sentence = "error: the command of the run killed ended with code 1: the data is gone. All output is in"
+    assert (f"{sentence} {place_of_runs}\n" == captured.err) == (end == "failed")
 
 
 class Scripted(ChildRun):

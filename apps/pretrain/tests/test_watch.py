@@ -234,7 +234,7 @@ def test_a_silent_training_is_told_each_minute(folder):
     assert lines == [f"watching {folder}, started on local", "no sign of life for 5 min", "no sign of life for 6 min"]
 
 
-@pytest.mark.parametrize("name", ["config", "metrics", "starts", "phases", "samples", "result"])
+@pytest.mark.parametrize("name", ["config", "metrics", "starts", "phases", "samples", "scores", "result"])
 def test_a_change_of_any_file_of_the_run_is_seen_once(name: str, folder: RunFolder) -> None:
     has_changed = _changes(folder)
     assert not has_changed()

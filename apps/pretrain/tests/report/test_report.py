@@ -15,6 +15,7 @@ from pretrain._commands.report import report
 from pretrain._errors import UsageError
 from pretrain._report.svg_chart import Axis, Line, line_chart, thin
 from pretrain._report.timeline import WorkTime, draw_timeline
+from pretrain._run.files import append_line
 from pretrain._run.history import Phase
 from pretrain._run.result import RunResult, write_result
 
@@ -180,6 +181,34 @@ def test_a_chart_has_the_values_of_the_records_in_its_unit(finished, make_page, 
     assert f'{summary}"' in make_page(finished)
 
 
+def test_the_charts_of_several_runs_have_the_units_of_that_of_one(finished, write_run, make_page):
+    last = {"loss": 2.0, "mfu": 0.25, "data_wait_s": 0.002, "val_loss": 2.5}
+    others = [write_run(f"other{n}", records=[{"step": 750, **last}]) for n in range(1, 7)]
+    page = make_page(finished, *others[:1])
+    assert '"MFU, % of the peak of all devices. run ends at 31.24; other1 ends at 25.00."' in page
+    assert '"Wait for data, ms per step. run ends at 4.200; other1 ends at 2.000."' in page
+    assert "other1, training ends at 2.000" in page
+    # The read-out of many runs has their validations alone.
+    page = make_page(finished, *others)
+    assert "other6, validation ends at 2.500" in page
+    assert "training ends at" not in page
+
+
+def test_scores_on_tasks_have_a_number_and_a_chart_with_the_steps_of_their_checkpoints(write_run, make_page, records):
+    folder = write_run(records=records(20))
+    for step, of, score in ((500, 500, 0.5), (300, 250, 0.25)):
+        scores = {"tasks/piqa/acc": score, "tasks/piqa/acc_stderr": 0.01}
+        append_line(folder.scores, {"step": step, "tasks/step": of, **scores})
+    page = make_page(folder)
+    assert cells(page, "last piqa/acc") == ["0.5000"]
+    assert cells(page, "last step") is None
+    chart = page.split('aria-label="piqa, acc, . run ends at 0.5000."')[1].split("</svg>")[0]
+    assert 'data-x="0.0,500.0"' in chart
+    assert 'd="M500.0 ' in chart
+    assert "piqa, acc_stderr" not in page
+    assert "tasks/" not in page
+
+
 def variant(page, classes):
     """The loss chart on some axes."""
     return page.split(f'<div class="variant {classes}">')[1].split("</div>")[0]
@@ -326,6 +355,13 @@ def test_the_values_at_the_ends_of_lines_stay_above_the_numbers_of_the_axis(num_
     assert heights[0] >= 0
     assert heights[-1] <= 96
     assert all(np.diff(heights) >= 7.9)
+
+
+def test_more_lines_than_fit_have_no_values_at_their_ends():
+    lines = [Line(label=str(n), x=np.arange(9.0), y=np.arange(9.0), color="c", last=8.0) for n in range(13)]
+    chart = line_chart(lines, title="Loss", x_axis=Axis(label="step"), y_axis=Axis(label="loss"))
+    assert "end c" not in chart
+    assert "12 ends at 8.000" in chart
 
 
 @pytest.mark.parametrize("end", ["stopped", "failed"])

@@ -371,7 +371,8 @@ def _group(group: Sequence[_Row]) -> _Row:
         del values[column], texts[column]
         if of_runs := [row.values[column] for row in finished if column in row.values]:
             values[column] = facts[column] = statistics.fmean(of_runs)
-            texts[column] = loss(values[column])
+            mark = PART if any(row.texts[column].endswith(PART) for row in finished if column in row.values) else ""
+            texts[column] = loss(values[column]) + mark
     options = {name: value for name, value in first.options.items() if name != "seed"}
     return _Row(
         values=values,
