@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import re
@@ -183,6 +184,18 @@ def test_choices_are_scored_by_sum_and_by_mean(model):
     found = evaluate_choices(model, questions, encode, progress=seen.append)
     assert (found.accuracy, found.accuracy_norm, found.num_questions) == (right / 4, right_norm / 4, 4)
     assert seen == [1, 2, 3, 4]
+
+
+def test_one_program_serves_all_batches_and_another_one_questions_of_similar_length(tiny, compiled):
+    model = GPT2(dataclasses.replace(tiny, seq_len=31, num_layers=1), rngs=nnx.Rngs(0))
+    compiled.clear()
+    for num_tokens in (65, 48):
+        evaluate_tokens(model, np.arange(num_tokens), stride=3, batch_size=4)
+    assert compiled.count("jit(eval_step)") == 1
+    questions = [Question(context="a" * length, choices=("bc", "d"), answer=0) for length in (7, 10, 13)]
+    for _ in range(2):
+        evaluate_choices(model, questions, encode)
+    assert compiled.count("jit(eval_step)") == 2
 
 
 def test_the_choice_that_is_likeliest_by_its_own_tokens_wins(tiny):

@@ -16,8 +16,9 @@ POSITIONS = RNG.integers(0, 13, (8, 5))
 
 
 # A chunk has 3 of the 5 scored positions of 8 rows: the last chunk is padded. At the least, it has one.
-@pytest.mark.parametrize(("num_devices", "chunk_tokens"), [(1, 24), (1, 4), (8, 24)])
-def test_scores_are_those_of_all_logits(tiny, num_devices, chunk_tokens):
+@pytest.mark.parametrize(("num_devices", "chunk_tokens", "num_rows"), [(1, 24, 24), (1, 4, 8), (8, 24, 5)])
+def test_scores_are_those_of_all_logits(tiny, num_devices, chunk_tokens, num_rows):
+    """No more logits exist at once on a device than the config allows."""
     model = GPT2(dataclasses.replace(tiny, num_layers=1, loss_chunk_tokens=chunk_tokens), rngs=nnx.Rngs(0))
     logits = np.asarray(model(jnp.asarray(TOKENS)), np.float64)
     at = logits[np.arange(8)[:, None], POSITIONS]
@@ -27,10 +28,12 @@ def test_scores_are_those_of_all_logits(tiny, num_devices, chunk_tokens):
     arrays = (TOKENS, POSITIONS, targets)
     if mesh is not None:
         params, arrays = jax.device_put(params, replicated(mesh)), tuple(put_batch(x, mesh) for x in arrays)
-    losses, is_likeliest = make_score_step(model.config, mesh)(params, *arrays)
+    step = make_score_step(model.config, mesh)
+    losses, is_likeliest = step(params, *arrays)
     np.testing.assert_allclose(losses, expected, atol=1e-5)
     assert np.array_equal(is_likeliest, at.argmax(-1) == targets)
     assert 0 < is_likeliest.sum() < is_likeliest.size
+    assert f"tensor<{num_rows}x128xf32>" in step.lower(params, *arrays).as_text()
 
 
 def test_a_mesh_that_shards_parameters_is_rejected(tiny):

@@ -22,12 +22,14 @@ from owt_data import (
     GrowingTokens,
     OrderKind,
     PrepareOptions,
+    Progress,
     TokenData,
     open_tokens,
     prepare,
     prepare_in_background,
     read_steps,
 )
+from owt_data._prepare.background import _Worker
 from owt_data._tokens.growing_tokens import read_num_wanted
 from owt_data._tokens.journal import read_journal
 
@@ -157,6 +159,26 @@ def test_progress_is_reported_and_no_thread_is_left(
         assert data.train.windows(second_epoch, seq_len=SEQ_LEN, order=ORDER, seed=0).shape == (1, SEQ_LEN + 1)
     assert (calls[-1].stage, calls[-1].num_documents, calls[-1].fraction) == ("assembling", 300, 1.0)
     assert threading.active_count() == before
+
+
+def test_the_end_of_the_block_stops_the_last_stage_too(
+    articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MIN", "MAX"):
+        monkeypatch.setattr(f"owt_data._prepare.planning.{name}_SHARD_BYTES", 5000)
+    monkeypatch.setattr("owt_data._prepare.background.read_num_wanted", lambda folder: 1000)
+    stages = []
+
+    def end_the_block(progress: Progress) -> None:
+        stages.append(progress.stage)
+        if progress.stage == "assembling":
+            worker.stop.set()
+
+    worker = _Worker(tmp_path / "out", end_the_block)
+    worker.run(str(articles), START, num_processes=1, use_ray=False)
+    assert (stages[0], stages.count("assembling"), worker.error) == ("reading", 1, None)
+    assert not (tmp_path / "out").exists()
+    assert read_journal(tmp_path / ".out.partial/parts-all")
 
 
 def test_an_error_in_the_block_ends_the_preparation(corpus: Path, tmp_path: Path) -> None:

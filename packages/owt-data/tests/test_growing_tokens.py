@@ -25,9 +25,11 @@ from owt_data import (
     prepare_in_background,
     read_manifest,
 )
+from owt_data._prepare import background
 from owt_data._prepare.local_encoder import local_encoder
 from owt_data._prepare.shards import tokenize
 from owt_data._sources.documents import Documents
+from owt_data._tokens import growing_tokens
 from owt_data._tokens.growing_tokens import note_end, note_start, raise_failure, read_num_wanted
 from owt_data._tokens.window_order import num_windows
 
@@ -238,6 +240,7 @@ def test_a_reader_does_not_wait_for_a_preparation_that_was_killed(
 
 def test_a_reader_waits_for_a_slow_preparation(articles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signs of life count, not the shards that it finishes."""
+    assert 3 * background._SIGN_OF_LIFE_S < growing_tokens._PATIENCE_S  # a sign may be late
     for name in ("MIN", "MAX"):
         monkeypatch.setattr(f"owt_data._prepare.planning.{name}_SHARD_BYTES", 5000)
     monkeypatch.setattr("owt_data._prepare.background._SIGN_OF_LIFE_S", 0.1)

@@ -218,6 +218,19 @@ def test_a_system_without_vectored_reads_has_the_same_tokens(
         joined.read(4000)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="has no such advice")
+def test_the_system_reads_ahead_of_tokens_in_their_order_and_not_of_windows(
+    files: list[TokenSequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advised: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *advice: advised.append(advice))
+    joined = sequence(files)
+    joined.read()
+    assert advised == []
+    joined.read_windows(np.array([3, 990]), 8)  # of two files
+    assert advised == [(0, 0, os.POSIX_FADV_RANDOM)] * 2
+
+
 def test_a_read_calls_no_function_for_each_file(tokens: TokenSequence) -> None:
     (span,) = tokens.spans
 

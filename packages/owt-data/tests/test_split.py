@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,21 @@ import datasets
 import numpy as np
 import pytest
 
-from owt_data import DataError, DocumentsKind, PrepareOptions, load_tokenizer, open_tokens, prepare, verify
+from owt_data import (
+    DataError,
+    DocumentsKind,
+    PrepareOptions,
+    TokenSequence,
+    load_tokenizer,
+    open_tokens,
+    prepare,
+    verify,
+)
 from owt_data._cli import main
-from owt_data._prepare.write_splits import _chunks, split_documents
+from owt_data._paths import LocalTokens
+from owt_data._prepare.write_splits import _chunks, copy_ranges, split_documents
+from owt_data._tokens.sequence import concatenate
+from owt_data._tokens.summary import Summary
 
 BYTES = PrepareOptions(tokenizer="bytes")
 
@@ -232,6 +245,27 @@ def test_chunks_are_the_ranges_in_order(chunk_tokens: int) -> None:
     found = [np.arange(a, b) for begins, stops in chunks for a, b in zip(begins, stops, strict=True)]
     expected = [np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]
     np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
+
+
+def test_documents_in_any_order_are_copied_with_one_read_of_each_shard_for_a_chunk(
+    positions: Callable[..., TokenSequence], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = concatenate([positions(tmp_path / f"{first}.bin", first, first + 100) for first in range(0, 800, 100)])
+    starts = np.random.default_rng(0).permutation(80) * 10
+    opened: list[tuple[str, bool]] = []
+
+    class NotedTokens(LocalTokens):
+        def __init__(self, path: str, *, in_order: bool) -> None:
+            opened.append((path, in_order))
+            super().__init__(path, in_order=in_order)
+
+    monkeypatch.setattr("owt_data._tokens.sequence.LocalTokens", NotedTokens)
+    monkeypatch.setattr("owt_data._prepare.write_splits._NUM_CHUNKS", 2)
+    summary = Summary(9, begins=False, continues=False)
+    copy_ranges(shards, (starts, starts + 10), tmp_path / "out.bin", summary, lambda num_tokens: None)
+    assert read(tmp_path / "out.bin").tolist() == (starts[:, None] + np.arange(10)).ravel().tolist()
+    assert len(opened) == len({path for path, _ in opened}) * 2 == 16
+    assert all(in_order for _, in_order in opened)
 
 
 def test_a_document_longer_than_a_chunk_takes_memory_for_itself_alone() -> None:

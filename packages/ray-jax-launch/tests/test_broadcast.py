@@ -88,6 +88,7 @@ LONG = """
 import sys
 
 import jax
+from jax.experimental import multihost_utils
 
 from ray_jax_launch import DeletedCheckpointError, LaunchError, StorageFullError
 from ray_jax_launch._checkpoint.broadcast import from_leader, gather
@@ -111,6 +112,10 @@ for error in (DeletedCheckpointError, LaunchError, StorageFullError, FileNotFoun
         from_leader(fail if rank == 2 else lambda: 7, leader)
     except (OSError, ValueError, StorageFullError) as found:
         raised.append(f"{type(found).__name__}: {found}")
+assert gather(rank) == [0, 1, 2]
+# The rows are in the order of the devices, which may be another one than that of the processes.
+allgather = multihost_utils.process_allgather
+multihost_utils.process_allgather = lambda x: allgather(x)[::-1]
 assert gather(rank) == [0, 1, 2]
 print("found", raised)
 """

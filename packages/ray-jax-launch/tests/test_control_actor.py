@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from ray_jax_launch._control import control_actor
 from ray_jax_launch._control.control_actor import (
@@ -103,7 +104,9 @@ def test_the_workers_of_a_large_group_are_asked_to_poll_only_when_there_is_an_an
     assert [worker.asked for worker in workers] == [["poller"]] * 1000
     for rank, worker in enumerate(workers):
         assert poll(rank, worker, next_step=rank) == (INTERRUPT, 999 if rank == 999 else None)
-    # The last one has the answer already.
+    for rank, worker in enumerate(workers):
+        assert poll(rank, worker, next_step=rank) == (INTERRUPT, 999)
+    # The last one has the answer already, and the others have it now.
     assert [worker.asked for worker in workers] == [["poller"] * 2] * 999 + [["poller"]]
 
 
@@ -239,7 +242,7 @@ def test_failures_are_counted_from_the_newest_checkpoint_on():
     control.report({"loss": 1.0}, has_checkpoint=False)
     assert control.count_failure() == 5
     control.report({"loss": 1.0}, has_checkpoint=True)
-    assert control.count_failure() == 1
+    assert [control.count_failure() for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_resize_does_not_replace_the_reason_of_a_stop() -> None:
@@ -345,6 +348,29 @@ def test_the_actor_of_a_lost_cluster_is_not_called(monkeypatch: pytest.MonkeyPat
     with forwarding(control, lambda rank, metrics: seen.append(metrics)):
         control.record.remote(0, {"step": 7})
     assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "errors"), [("its raylet on this node has ended", []), (None, [ActorDiedError])], ids=["ends", "stays"]
+)
+def test_an_actor_that_dies_is_an_error_unless_its_cluster_ends(
+    monkeypatch: pytest.MonkeyPatch, loss: str | None, errors: list[type]
+) -> None:
+    """A raylet whose agent has died still answers: only the control store knows of its end."""
+
+    class DeadControl(LocalControl):
+        def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+            raise ActorDiedError
+
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda hooked: raised.append(hooked.exc_type))
+    monkeypatch.setattr(
+        "ray_jax_launch._lost_cluster.ClusterWatch.loss",
+        lambda watch, *, is_suspected=False: loss if is_suspected else None,
+    )
+    with forwarding(DeadControl(), None):
+        pass
+    assert raised == errors
 
 
 def test_what_a_loop_sends_last_is_forwarded_before_the_block_ends(caplog: pytest.LogCaptureFixture) -> None:

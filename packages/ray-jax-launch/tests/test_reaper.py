@@ -132,6 +132,23 @@ def test_processes_have_time_to_end_by_themselves_and_the_output_of_the_driver_e
     assert reaper.wait(60) == 0
 
 
+OPEN = """
+import os, sys
+from ray_jax_launch._reaper import Reaper
+
+reaper = Reaper(None)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), 9)
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("end", "code", "message"), [("killed", -9, f"{KILLED}\n"), ("exits", 3, "")])
+def test_only_of_a_driver_that_is_killed_its_reaper_says_so(end: str, code: int, message: str) -> None:
+    done = subprocess.run([sys.executable, "-c", OPEN, end], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (code, message)
+
+
 CLOSED = """
 import sys
 from ray_jax_launch._reaper import Reaper

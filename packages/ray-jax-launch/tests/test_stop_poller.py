@@ -23,8 +23,10 @@ class Control(LocalControl):
     """A control that holds the threads that call it after the test: they poll until the process ends."""
 
     has_ended = False
+    num_calls = 0
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
         if self.has_ended:
             threading.Event().wait()
         return super()._call(name, *args, **kwargs)
@@ -80,6 +82,17 @@ def test_a_noticed_preemption_stops_all_ranks_at_the_step_that_no_rank_has_passe
     assert not poller.acknowledged
     assert poller.stop_requested(9)
     assert (poller.acknowledged, poller.step, poller.request) == (True, 9, PREEMPTION)
+
+
+def test_a_noticed_preemption_that_is_told_does_not_let_the_thread_poll_without_a_wait(
+    control: Control, noticed: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_poller, "_POLL_EVERY_S", 3600.0)
+    noticed.set()
+    poller = StopPoller(control, *MEMBER)
+    wait_until(lambda: poller.request is not None)
+    time.sleep(0.2)
+    assert control.num_calls <= 3  # two of them tell the request and the step, and one is the first turn
 
 
 def test_the_others_wait_for_a_rank_that_is_ahead(control: Control) -> None:

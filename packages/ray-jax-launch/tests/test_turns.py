@@ -107,6 +107,16 @@ def test_a_wait_of_a_large_group_ends_when_the_rank_is_called() -> None:
     wait_in_thread(one)  # a call ends one wait
 
 
+def test_a_frequent_change_does_not_delay_a_call_that_is_asked_for() -> None:
+    one = Turns(999, 1000, 0.5)
+    one.call_now()
+    one.call_soon()  # its place is after 50 s
+    thread = threading.Thread(target=one.wait, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_a_wait_ends_once_its_condition_holds() -> None:
     one, is_noticed = Turns(999, 1000, 0.5), threading.Event()
     thread = wait_in_thread(one, is_noticed.is_set)

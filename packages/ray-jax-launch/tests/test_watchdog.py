@@ -19,11 +19,14 @@ class Group:
         self.usual_of: dict[int, float] = {}
         """Ranks whose usual time is another one."""
         self.every_s = 1
+        self.are_last_ones_first = False
         self.group = "first"
         self.steps = [0] * len(handles)
         self.is_training = [True] * len(handles)
         self.must_end, self.num_calls = False, 0
         self.silent: set[int] = set()
+        self.stackless: set[int] = set()
+        """Ranks that go on to tell how far they are, and send no stack."""
         self.debugged: set[int] = set()
         self.stack: Callable[[int], str] = lambda rank: f"loop of {rank}\n"
         self.asked: list[int] = []
@@ -35,7 +38,7 @@ class Group:
         """
         asked = set[Any]()
         for second in range(1, int(seconds) + 1):
-            for rank, handle in enumerate(self.handles):
+            for rank, handle in sorted(enumerate(self.handles), reverse=self.are_last_ones_first):
                 self.steps[rank] += rank in advancing
                 if rank in self.silent or ((int(self.now_s) - rank) % self.every_s and handle not in asked):
                     continue
@@ -46,6 +49,8 @@ class Group:
                 )  # fmt: skip
                 if self.watchdog.beat(self.group, len(self.handles), rank, beat, handle):
                     self.asked.append(rank)
+                    if rank in self.stackless:
+                        continue
                     in_debugger = rank in self.debugged
                     self.watchdog.add_stack(self.group, rank, self.stack(rank), is_in_debugger=in_debugger)
             self.now_s += 1.0
@@ -88,6 +93,18 @@ def test_workers_that_all_answer_get_five_times_as_long():
     assert 300 <= noticed[0] <= 303
     assert noticed[1].lines == ["stack of workers 0, 2:\nwaits in a collective", "stack of worker 1:\nreads"]
     assert group.watchdog.end_group().endswith("(usual: 0.4 s), although all workers answer")
+
+
+def test_a_worker_that_answers_without_its_stack_is_waited_for_ten_seconds():
+    group = Group()
+    assert group.live(30, advancing=(0, 1, 2)) is None
+    group.stackless = {1}
+    noticed = group.live(1000)
+    assert noticed is not None
+    assert 309 <= noticed[0] <= 313
+    assert noticed[1].handles == ["a", "b", "c"]
+    assert noticed[1].lines == ["stack of worker 0:\nloop of 0", "stack of worker 2:\nloop of 2"]
+    assert group.watchdog.end_group().endswith(": worker 1 does not answer")
 
 
 def test_one_worker_that_advances_keeps_the_group():
@@ -296,11 +313,12 @@ def test_a_group_that_starts_again_with_another_number_of_workers_is_watched(num
 
 def test_many_different_stacks_are_cut():
     group = Group(handles=tuple(range(12)))
+    group.are_last_ones_first = True
     group.live(30, advancing=tuple(range(12)))
     group.silent = set(range(9))
     noticed = group.live(100)
     assert noticed is not None
-    assert len(noticed[1].lines) == 3
+    assert noticed[1].lines == [f"stack of worker {rank}:\nloop of {rank}" for rank in (9, 10, 11)]
     assert "workers 0, 1, 2, 3, 4, 5, 6, 7 and 1 more do not answer" in group.watchdog.end_group()
     group.group, group.silent = "second", set()
     group.live(30, advancing=tuple(range(12)))
