@@ -288,17 +288,18 @@ def report(results: dict[str, Any]) -> str:
         "# Optimizers",
         "",
         f"{results['hardware']}, {results['date']}, {versions}, {results['seconds']:.0f} s.",
-        f"{results['seeds']} seeds; 95 % intervals over seeds, as of `compare --against`.",
+        "95 % intervals over seeds, as of `compare --against`.",
         "",
-        "| model | text | steps x tokens | AdamW's loss | Muon's steps to AdamW's loss | step time "
+        "| model | text | steps x tokens | seeds | AdamW's loss | Muon's steps to AdamW's loss | step time "
         "| time to AdamW's loss |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in results["rows"]:
         outside = f"; {row['num_outside']} seeds beyond the lengths" if row["num_outside"] else ""
         lines.append(
             f"| {name} | {row['text']} | {row['steps']:,} x {row['batch'] * row['seq_len']:,} "
-            f"| {statistics.fmean(row['adamw_losses']):.4f} | {shown(row['share_of_steps'])}{outside} "
+            f"| {len(row['shares'])} | {statistics.fmean(row['adamw_losses']):.4f} "
+            f"| {shown(row['share_of_steps'])}{outside} "
             f"| {row['step_ratio']:.2f}x | {shown(row['share_of_steps'], row['step_ratio'])} |"
         )
     lines += ["", "## Tuning", "", "| model | text | rule | rates | at the edge of the grid | loss |", "|" + "---|" * 6]
@@ -360,7 +361,6 @@ def main() -> None:
     results = {
         **environment("nnx-gpt2", "jax", "optax", "numpy", device=jax.default_backend()),
         "seconds": time.perf_counter() - began_s,
-        "seeds": num_seeds,
         "rows": rows,
     }
     options.out.mkdir(parents=True, exist_ok=True)
