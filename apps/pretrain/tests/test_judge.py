@@ -189,22 +189,24 @@ class Request:
 @pytest.fixture(scope="module")
 def language_model(model):
     """The model as lm-eval asks it. Without the extra, its base has nothing, and no text is scored in windows."""
-    with pytest.MonkeyPatch.context() as patch:
-        name = "pretrain._judge.language_model"
-        if importlib.util.find_spec("lm_eval") is None:
-            parts: dict[str, Any] = {
-                "lm_eval.api.instance": SimpleNamespace(Instance=Request),
-                "lm_eval.api.model": SimpleNamespace(TemplateLM=type("TemplateLM", (), {})),
-                "lm_eval.utils": SimpleNamespace(get_rolling_token_windows=None, make_disjoint_window=None),
-            }
-            for part, content in ({"lm_eval": None, "lm_eval.api": None} | parts).items():
-                patch.setitem(sys.modules, part, content or ModuleType(part))
-        module = importlib.import_module(name)
-        if isinstance(sys.modules["lm_eval.utils"], SimpleNamespace):
-            del sys.modules[name]
-        instance = sys.modules["lm_eval.api.instance"]
-    made = module.LanguageModel(model, load_tokenizer("bytes"), batch_size=2, console=Console(quiet=True))
-    return made, instance.Instance
+    name = "pretrain._judge.language_model"
+    if importlib.util.find_spec("lm_eval") is not None:
+        module, request = importlib.import_module(name), importlib.import_module("lm_eval.api.instance").Instance
+    else:
+        parts: dict[str, Any] = {
+            "lm_eval": ModuleType("lm_eval"),
+            "lm_eval.api": ModuleType("lm_eval.api"),
+            "lm_eval.api.instance": SimpleNamespace(Instance=Request),
+            "lm_eval.api.model": SimpleNamespace(TemplateLM=type("TemplateLM", (), {})),
+            "lm_eval.utils": SimpleNamespace(get_rolling_token_windows=None, make_disjoint_window=None),
+        }
+        sys.modules.pop(name, None)  # an import that failed may have left it
+        with pytest.MonkeyPatch.context() as patch:
+            for part, content in parts.items():
+                patch.setitem(sys.modules, part, content)
+            module, request = importlib.import_module(name), Request
+        del sys.modules[name]
+    return module.LanguageModel(model, load_tokenizer("bytes"), batch_size=2, console=Console(quiet=True)), request
 
 
 def test_each_option_of_a_task_changes_the_text_that_is_written(language_model):
