@@ -110,7 +110,7 @@ def plain(documents, environment, monkeypatch):
         Validation(run.model, run.data.val, num_tokens=count, batch_size=5, end_of_text=run.data.vocab_size - 1)
         for count in (run.config.train.eval_tokens, None)
     )
-    return [record["loss"] for record in run.records], part.loss(run.params), full.loss(run.params)
+    return [record["loss"] for record in run.records], part.evaluate(run.params)[0], full.evaluate(run.params)[0]
 
 
 @pytest.mark.slow

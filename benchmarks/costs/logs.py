@@ -226,7 +226,7 @@ def _meter_memory(num_steps: int, folder: Path) -> float:
     for _ in range(num_steps):
         meter.add(dict.fromkeys(names, jnp.float32(1.0)))
         meter.take_losses()
-    return _held([meter._steps, meter._losses, meter._trailing])
+    return _held([meter._steps, meter._losses, meter._unrecorded.trailing_losses])
 
 
 def _constant(
