@@ -113,7 +113,10 @@ class Corpus:
         self._train, self._val = tokens[:first_val], tokens[first_val:]
 
     def windows(self, seed: int, job: Job, steps: int) -> NDArray[np.uint16]:
-        """Return the windows of the first steps, `uint16[steps, batch, seq_len + 1]`: the same for each rule."""
+        """Return the windows of the first steps, `uint16[steps, batch, seq_len + 1]`: the same for each rule.
+
+        A longer run begins with the windows of a shorter one.
+        """
         return _windows(self._train, (steps, job.batch_size), job, seed)
 
     def val_windows(self, job: Job) -> NDArray[np.uint16]:

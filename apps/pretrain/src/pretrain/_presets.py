@@ -170,10 +170,9 @@ def speedrun() -> PretrainConfig:
     """Train `fineweb` by Muon, in 0.65 of its steps. No run of it has been measured.
 
     12 700 steps of 524 288 tokens see 6.66 billion. Two records of KellerJordan/modded-nanogpt, in
-    records/track_1_short, have the model of GPT-2 but for rotary positions and norms without parameters, and both have
-    tuned rates: AdamW reached a loss of 3.276 after 9 536 steps of this size (2024-06-06_AdamW), Muon 3.279 after
-    6 200 (2024-10-10_Muon), 0.65 as many; 0.65 * 19 560 = 12 714. `benchmarks/optimizers.py` compares the two on
-    small models.
+    records/track_1_short, have tuned rates, and rotary positions, which GPT-2 lacks: AdamW reached a loss of 3.276
+    after 9 536 steps of this size (2024-06-06_AdamW), Muon 3.279 after 6 200 (2024-10-10_Muon), 0.65 as many;
+    0.65 * 19 560 = 12 714. `benchmarks/optimizers.py` compares the two on small models.
 
     The settings are those of the second record: a rate of 3.6e-4 for updates of root mean square 1, which is 1.8e-3 for
     those of 0.2 here; AdamW for the embeddings with 3.6e-3, no weight decay, and a linear decay to 0 over the last
