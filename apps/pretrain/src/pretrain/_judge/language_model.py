@@ -23,9 +23,6 @@ from pretrain._judge.scorer import Scorer
 _MAX_NEW_TOKENS = 256
 # The names under which a task gives the number of new tokens, the first one that it has.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# Texts of a device that are drawn at once. A CPU has a faster product for up to 16.
-_TEXTS_AT_ONCE = {"cpu": 16}
-_TEXTS_OF_ACCELERATORS = 64
 
 
 class LanguageModel(TemplateLM):
@@ -47,7 +44,6 @@ class LanguageModel(TemplateLM):
         self._context = model.config.seq_len
         self._end_of_text = tokenizer.decode([tokenizer.eot_token])
         self._vocab_size = min(tokenizer.n_vocab, model.config.vocab_size)
-        self._platform = jax.local_devices()[0].platform
 
     @property
     def eot_token_id(self) -> int:
@@ -133,7 +129,7 @@ class LanguageModel(TemplateLM):
             prompts,
             max_new_tokens,
             has_ended=lambda tokens: self.eot_token_id in tokens or any(stop in self._text(tokens) for stop in stops),
-            rows_at_once=min(_TEXTS_AT_ONCE.get(self._platform, _TEXTS_OF_ACCELERATORS), len(prompts)),
+            rows_at_once=self._scorer.texts_at_once(len(prompts), max(map(len, prompts)) + max_new_tokens),
             done=done,
             key=jax.random.key(0),
             temperature=temperature,

@@ -143,8 +143,9 @@ def step_windows(tokens: Tokens, batches: Batches, *, start_step: int, stop_step
             f"tokens must hold one window of {batches.seq_len} inputs and a target, got {len(tokens)} tokens. Give "
             "more text or a shorter seq_len."
         )
-    num_blocks = _num_blocks(len(steps), 2 * batches.rows_per_step * (batches.seq_len + 1))
-    return _dataset(tokens, read, len(steps), num_blocks)
+    none = tokens.windows(np.zeros(0, np.int64), seq_len=batches.seq_len, order=batches.order, seed=batches.seed)
+    step_bytes = none.itemsize * batches.rows_per_step * (batches.seq_len + 1)
+    return _dataset(tokens, read, len(steps), _num_blocks(len(steps), step_bytes))
 
 
 def _read_steps(batch: Batch, *, tokens: Tokens, batches: Batches, start_step: int) -> Batch:
