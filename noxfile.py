@@ -167,9 +167,10 @@ def browser(session: nox.Session) -> None:
 @each(["tpu", "gpu"])
 def accelerators(session: nox.Session, part: str) -> None:
     """Compile the steps for devices that are not here, by the devices' own compilers."""
-    sync_part(session, "nnx-gpt2", "--extra", {"tpu": "tpu", "gpu": "cuda12"}[part])
-    folder = test_folder("nnx-gpt2")
-    session.run("pytest", folder, "-m", "accelerators", *LONG_LIMIT, *session.posargs, env=TEST_ENV | ONE_PROCESS)
+    for package in ("nnx-gpt2", "pretrain"):
+        sync_part(session, package, "--extra", {"tpu": "tpu", "gpu": "cuda12"}[part])
+        folder = test_folder(package)
+        session.run("pytest", folder, "-m", "accelerators", *LONG_LIMIT, *session.posargs, env=TEST_ENV | ONE_PROCESS)
 
 
 @nox.session

@@ -303,6 +303,7 @@ def test_absent_devices_are_those_of_the_smallest_group_with_what_jax_takes_of_t
 ):
     assert _name_of_absent(parse_hardware(hardware)) == name
     asked = []
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--own=1")
     monkeypatch.setattr(target_devices, "find_spec", lambda module: module)
     monkeypatch.setattr(target_devices, "absent_devices", lambda name: asked.append(name) or jax.devices())
     found = find_target(parse_hardware(hardware), only_here=False)
@@ -311,6 +312,8 @@ def test_absent_devices_are_those_of_the_smallest_group_with_what_jax_takes_of_t
     expected = None if name.startswith("tpu") else int(gpu_memory_share() * device_facts(name).memory_bytes)
     assert found.usable_bytes == expected
     assert gpu_memory_share() < 1
+    has_flags = os.environ["LIBTPU_INIT_ARGS"].startswith("--xla_enable_async_all_reduce=true")
+    assert (has_flags, os.environ["LIBTPU_INIT_ARGS"][-7:]) == (name.startswith("tpu"), "--own=1")
 
 
 @pytest.mark.slow

@@ -114,6 +114,25 @@ def test_devices_send_gradients_once_for_all_microbatches(target, devices):
     assert (inside, everywhere > 0) == ([], True)
 
 
+@pytest.mark.parametrize("target", ["gpu"], indirect=True)
+@pytest.mark.parametrize("layout", ["data", "fsdp=8"])
+def test_gpus_exchange_arrays_beside_other_kernels(layout, devices):
+    """XLA's scheduler does that for GPUs without a flag. For TPUs, pretrain's `test_tpu_flags.py` has the flags."""
+    config = dataclasses.replace(CONFIG, num_layers=2, num_heads=8, embed_dim=1024)
+    program, _ = train_step(config, make_mesh(devices=devices, **LAYOUTS[layout]))
+    lines = program.as_text().partition("ENTRY ")[2].splitlines()
+    found = {}
+    for number, line in enumerate(lines):
+        if done := re.search(r" (all-reduce|all-gather|reduce-scatter)-done\(.*?(%[\w.-]+)\)", line):
+            (start,) = (n for n, other in enumerate(lines[:number]) if other.strip().startswith(f"{done[2]} = "))
+            kernels = sum(re.search(r" (fusion|custom-call)\(", other) is not None for other in lines[start:number])
+            found.setdefault(done[1], []).append(kernels)
+    assert set(found) == ({"all-reduce"} if layout == "data" else {"all-reduce", "all-gather", "reduce-scatter"})
+    for kernels in found.values():
+        assert max(kernels) > 2
+    assert not re.search(r" (?:all-reduce|all-gather|reduce-scatter)\(", program.as_text())
+
+
 def computations(text):
     """Return the bodies of the loops of a program, the collectives in them, and the number of all collectives."""
     lines, name = {}, ""

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import re
 import sys
 import time
@@ -9,6 +10,7 @@ import jax
 import pytest
 import ray
 from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY, infer_tpu_pod_type_from_topology
+from ray._private.utils import update_envs
 from ray.train import ScalingConfig
 from ray.util.tpu import get_tpu_worker_resources
 
@@ -316,6 +318,18 @@ def test_jax_takes_nine_tenths_of_a_gpu_unless_the_user_says_otherwise(monkeypat
             worker_environment(gpu(2))
 
 
+def test_the_flags_of_a_tpu_node_come_after_ours_and_win(monkeypatch):
+    """Ray calls `update_envs` in each new worker."""
+    found = []
+    for own in ("", "--xla_enable_async_all_reduce=false --xla_tpu_other=1"):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", own)
+        update_envs({"LIBTPU_INIT_ARGS": worker_environment(tpu("v6e", "4x4"))["LIBTPU_INIT_ARGS"]})
+        found.append(os.environ["LIBTPU_INIT_ARGS"].split())
+        assert found[-1][3:] == own.split()
+    assert found[0] == found[1][:3]
+    assert found[0][0] == "--xla_enable_async_all_reduce=true"
+
+
 def test_the_users_own_glibc_tunables_are_kept(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
     assert worker_environment(cpu(1))["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
@@ -327,7 +341,7 @@ def test_presets_set_what_ray_and_jax_need():
     assert worker_environment(cpu(2)) == {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": tunables}
     assert worker_environment(cpu(2, 4))["JAX_NUM_CPU_DEVICES"] == "4"
     assert worker_environment(gpu(2))["JAX_PLATFORMS"] == "cuda"
-    assert worker_environment(tpu("v6e", "4x4")) == {"JAX_PLATFORMS": "tpu"}
+    assert worker_environment(tpu("v6e", "4x4"))["JAX_PLATFORMS"] == "tpu"
     assert worker_environment(parse_hardware("local")) == {}
     slice_ = scaling_config(tpu("v6e", "4x4"))
     assert (slice_.use_tpu, slice_.accelerator_type, slice_.topology) == (True, "TPU-V6E", "4x4")

@@ -27,6 +27,16 @@ from ray_jax_launch._ray_internals.ray_train import JaxBackend, WorkerGroupStart
 # 64 MiB, and uses huge pages. Other C libraries ignore them.
 _GLIBC_TUNABLES = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}:glibc.malloc.hugetlb=1"
 
+# The sum of gradients over TPUs runs beside the backward pass that still computes others. By default the compiler joins
+# all gradients into one all-reduce, which waits for the last of them. The first two flags are MaxText's for all-reduces
+# (AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py); 25 MiB are the buckets of PyTorch's
+# DistributedDataParallel.
+_TPU_FLAGS = {
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+    "xla_jf_crs_combiner_threshold_in_bytes": str(25 << 20),
+}
+
 # Libraries that jax brings, as files of CUDA toolkits and of cuDNN.
 _TOOLKIT = tuple(
     f"lib{name}.so"
@@ -203,7 +213,9 @@ def worker_environment(hardware: Hardware) -> dict[str, str]:
             **({"JAX_NUM_CPU_DEVICES": str(devices)} if devices > 1 else {}),
         }
     if hardware.kind == "tpu":
-        return {"JAX_PLATFORMS": "tpu"}
+        flags = " ".join(f"--{name}={value}" for name, value in _TPU_FLAGS.items())
+        # Ray puts the value of the node there. Of a flag that is given twice, the last value counts.
+        return {"JAX_PLATFORMS": "tpu", "LIBTPU_INIT_ARGS": f"{flags} ${{LIBTPU_INIT_ARGS}}"}
     environment = {"JAX_PLATFORMS": "cuda", gpu_memory_variable(): str(gpu_memory_share())}
     if is_started_here() and "NCCL_SOCKET_IFNAME" not in os.environ and sys.platform == "linux":
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL's own choice is an interface to other machines
