@@ -226,7 +226,7 @@ def test_scores_on_own_tasks_are_those_of_a_direct_computation(exported, model, 
 
     assert main(["eval", str(exported), "--tasks", str(tmp_path / "own" / "own_choice.yaml"), "--limit", "3"]) == 0
     header, first, second = capsys.readouterr().out.splitlines()
-    assert header.split() == ["task", "metric", "documents", "examples", "score", "±", "error"]
+    assert header.split() == ["task", "metric", "documents", "shots", "score", "±", "error"]
     assert first.split()[:4] == ["own_choice", "acc", "3", "0"]
     assert second.split()[0] == "acc_norm"
 
@@ -341,7 +341,7 @@ def test_a_metric_has_the_error_of_its_filter():
         "f1,none": 1, "f1_stderr,none": "N/A",
     }  # fmt: skip
     results = {"n-samples": {"own": {"original": 9, "effective": 4}}, "versions": {"own": 1.0}, "n-shot": {"own": 2}}
-    found = _scores("own", values, results)
+    found = _scores("own", values, results, published_figures)
     assert [(one.metric, one.value, one.stderr) for one in found.metrics] == [
         ("exact_match,strict", 0.5, 0.125), ("exact_match,loose", 0.75, 0.25), ("acc", 0.25, 0.0625), ("f1", 1.0, None),
     ]  # fmt: skip
@@ -351,8 +351,8 @@ def test_a_metric_has_the_error_of_its_filter():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--tasks piqa:0", "tasks must be names such as piqa or hellaswag:500, with at least 1, got piqa:0."),
-        ("--tasks ,", "tasks must be names such as piqa or hellaswag:500, with at least 1, got ,."),
+        ("--tasks piqa:0", "--tasks must be names such as piqa or hellaswag:500, with at least 1, got piqa:0."),
+        ("--tasks ,", "--tasks must be names such as piqa or hellaswag:500, with at least 1, got ,."),
         (
             "--tasks piqa --data a.txt",
             "--tasks must be given without --data, --split and --text-column: a task has its",
@@ -403,12 +403,22 @@ def test_the_tasks_of_a_run_are_checked_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("lm_eval", reason="needs the extra eval")
-    with pytest.raises(UsageError, match=r"eval_tasks must name files that exist, got own/a\.yaml"):
+    with pytest.raises(
+        UsageError, match=r"eval_tasks must name tasks, or YAML files and folders that exist, got own/a\.yaml"
+    ):
         checked_tasks(config)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "a.yaml").touch()
+    with pytest.raises(
+        UsageError, match=r"eval_tasks must name tasks whose files .* got own/a.yaml.*Correct the file;"
+    ):
+        checked_tasks(config)
+    write_tasks(tmp_path / "own", documents(2))
+    (tmp_path / "own" / "own_choice.yaml").rename(tmp_path / "own" / "a.yaml")
     assert checked_tasks(config).train.eval_tasks == ("piqa:3", str(tmp_path / "own" / "a.yaml"))
-    with pytest.raises(UsageError, match="tasks must be names such as piqa"):
+    with pytest.raises(UsageError, match=r"^train\.eval_tasks must name tasks of lm-eval.*, got pika\. Did you mean"):
+        checked_tasks(config.with_options({"train.eval_tasks": ["pika"]}))
+    with pytest.raises(UsageError, match=r"^train\.eval_tasks must be names such as piqa"):
         config.with_options({"train.eval_tasks": ["piqa:0"]})
     with pytest.raises(
         UsageError, match=r"eval_tasks_every must be a multiple of train.checkpoint_every, 250, got 300"
@@ -435,6 +445,19 @@ def test_wrong_yaml_and_templates_are_one_sentence(exported, tmp_path, capsys, w
     assert reason in error
 
 
+def test_an_unknown_metric_is_named_and_the_figures_of_a_name_are_not_those_of_a_file(exported, tmp_path, capsys):
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    write_tasks(tmp_path, documents(3))
+    file = tmp_path / "own_choice.yaml"
+    text = file.read_text().replace("task: own_choice", "task: hellaswag")
+    file.write_text(f"{text}  - metric: acc_unknown\n    aggregation: mean\n    higher_is_better: true\n")
+    assert main(["eval", str(exported), "--tasks", str(file), "--json"]) == 0
+    out, errors = capsys.readouterr()
+    (task,) = json.loads(out)["tasks"]
+    assert {score["metric"]: score["published"] for score in task["metrics"]} == {"acc": [], "acc_norm": []}
+    assert "no score of the metric acc_unknown for the task hellaswag\n" in errors
+
+
 def test_the_figures_of_gpt2_stand_beside_the_scores_with_their_sources(capsys):
     figures = published_figures("hellaswag", "acc_norm")
     scores = MetricScore(metric="acc_norm", value=0.25, stderr=0.0125, published=figures)
@@ -455,7 +478,7 @@ def test_a_score_without_an_error_a_group_of_tasks_and_a_large_score_have_their_
     ]
     show_scores(scores, console=Console(width=60))
     header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["task", "metric", "documents", "examples", "score", "±", "error"]
+    assert header.split() == ["task", "metric", "documents", "shots", "score", "±", "error"]
     assert [row.split() for row in rows] == [
         ["own", "word_perplexity", "1,234.57"], ["byte_perplexity", "99.9900"], ["acc", "-100.00"],
         ["more", "byte_perplexity", "7", "2", "99.9900"],

@@ -230,7 +230,7 @@ class TrainConfig:
         if self.num_shards is not None and self.num_shards & (self.num_shards - 1):
             raise ValueError(f"train.num_shards must be a power of two, got {self.num_shards}. Choose 4 or 8.")
         if self.eval_tasks:
-            parse_tasks(self.eval_tasks)
+            parse_tasks(self.eval_tasks, option="train.eval_tasks")
         if self.eval_tasks_every is not None and self.eval_tasks_every % self.checkpoint_every:
             raise ValueError(
                 f"train.eval_tasks_every must be a multiple of train.checkpoint_every, {self.checkpoint_every}, got "

@@ -27,7 +27,7 @@ class RequestedTask:
         return self.name.endswith((".yaml", ".yml")) or "/" in self.name or Path(self.name).is_dir()
 
 
-def parse_tasks(texts: Iterable[str], limit: int | None = None) -> list[RequestedTask]:
+def parse_tasks(texts: Iterable[str], limit: int | None = None, *, option: str = "--tasks") -> list[RequestedTask]:
     """Parse names of tasks, with commas between them.
 
     >>> [(task.name, task.limit) for task in parse_tasks(["hellaswag:500,piqa", "own/task.yaml"], limit=20)]
@@ -36,6 +36,7 @@ def parse_tasks(texts: Iterable[str], limit: int | None = None) -> list[Requeste
     Args:
         texts: the names, each with its number of documents as NAME:N if it has one.
         limit: number of documents of the other tasks; None takes all.
+        option: the name of the option, for errors.
 
     Raises:
         UsageError: there is no name, or a number is 0.
@@ -46,11 +47,11 @@ def parse_tasks(texts: Iterable[str], limit: int | None = None) -> list[Requeste
             found = _ITEM.fullmatch(item.strip())
             if found is None or (found["limit"] is not None and int(found["limit"]) == 0):
                 raise UsageError(
-                    f"tasks must be names such as piqa or hellaswag:500, with at least 1, got {short(text)}."
+                    f"{option} must be names such as piqa or hellaswag:500, with at least 1, got {short(text)}."
                 )
             requested.append(RequestedTask(found["name"], limit if found["limit"] is None else int(found["limit"])))
     if not requested:
-        raise UsageError("tasks must be at least 1 name, such as hellaswag:500, got none.")
+        raise UsageError(f"{option} must be at least 1 name, such as hellaswag:500, got none.")
     return requested
 
 

@@ -15,7 +15,7 @@ from pretrain._best_effort import best_effort
 from pretrain._commands.verify_data import verified_data
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, load_tokens
-from pretrain._errors import UsageError, rejecting, short, shown
+from pretrain._errors import UsageError, rejecting, shown
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
 from pretrain._resolve.devices import given_hardware
@@ -172,16 +172,18 @@ def checked_tasks(config: PretrainConfig) -> PretrainConfig:
     """Return the configuration with absolute paths of the tasks' files: the workers have other working folders.
 
     Raises:
-        UsageError: lm-eval is not installed, or a file does not exist.
+        UsageError: lm-eval is not installed, or there is no such task, or its file is wrong.
     """
     tasks = config.train.eval_tasks
     if not tasks:
         return config
     check_installed()
+    from pretrain._judge.tasks import check_tasks  # an extra, which takes seconds
+
+    requested = parse_tasks(tasks)
+    check_tasks(requested, option="train.eval_tasks")
     found: list[str] = []
-    for task in parse_tasks(tasks):
-        if task.is_path and not Path(task.name).exists():
-            raise UsageError(f"train.eval_tasks must name files that exist, got {short(task.name)}.")
+    for task in requested:
         name = str(Path(task.name).absolute()) if task.is_path else task.name
         found.append(name if task.limit is None else f"{name}:{task.limit}")
     return dataclasses.replace(config, train=dataclasses.replace(config.train, eval_tasks=tuple(found)))

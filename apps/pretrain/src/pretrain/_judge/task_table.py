@@ -17,7 +17,7 @@ def show_scores(scores: Sequence[TaskScores], *, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("task", "metric"):
         table.add_column(name, overflow="fold")
-    for name in ("documents", "examples", "score", "± error", *models):
+    for name in ("documents", "shots", "score", "± error", *models):
         table.add_column(name, justify="right", no_wrap=True)
     for task in scores:
         for number, metric in enumerate(task.metrics):
