@@ -445,17 +445,18 @@ def test_wrong_yaml_and_templates_are_one_sentence(exported, tmp_path, capsys, w
     assert reason in error
 
 
-def test_an_unknown_metric_is_named_and_the_figures_of_a_name_are_not_those_of_a_file(exported, tmp_path, capsys):
+def test_an_unknown_metric_is_named_and_the_figures_of_a_name_are_not_those_of_a_file(
+    exported, tmp_path, capsys, caplog
+):
     pytest.importorskip("lm_eval", reason="needs the extra eval")
     write_tasks(tmp_path, documents(3))
     file = tmp_path / "own_choice.yaml"
     text = file.read_text().replace("task: own_choice", "task: hellaswag")
     file.write_text(f"{text}  - metric: acc_unknown\n    aggregation: mean\n    higher_is_better: true\n")
     assert main(["eval", str(exported), "--tasks", str(file), "--json"]) == 0
-    out, errors = capsys.readouterr()
-    (task,) = json.loads(out)["tasks"]
+    (task,) = json.loads(capsys.readouterr().out)["tasks"]
     assert {score["metric"]: score["published"] for score in task["metrics"]} == {"acc": [], "acc_norm": []}
-    assert "no score of the metric acc_unknown for the task hellaswag\n" in errors
+    assert caplog.messages[-1] == "lm-eval has no score of the metric acc_unknown for the task hellaswag"
 
 
 def test_the_figures_of_gpt2_stand_beside_the_scores_with_their_sources(capsys):
