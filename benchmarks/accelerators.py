@@ -8,9 +8,10 @@ No GPU and no TPU is needed. Writes benchmarks/results/accelerators_gpu.md and .
 
 import argparse
 import json
+import math
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from environment import environment
 
 from nnx_gpt2 import (
     GPT2Config,
+    OptimizerConfig,
     absent_devices,
     device_facts,
     estimate_memory,
@@ -32,43 +34,56 @@ from nnx_gpt2 import (
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 MIXED: dict[str, Any] = {"dtype": "bfloat16", "residual_dtype": "float32"}
-# The presets of apps/pretrain, with the windows of their microbatches on each device.
-PRESETS: dict[str, tuple[GPT2Config, int]] = {
-    "tutorial": (gpt2(dropout_rate=0.1, **MIXED), 16),
-    "tutorial in float32, 4 microbatches": (gpt2(dropout_rate=0.1), 4),
-    "wikitext": (gpt2(seq_len=256, dropout_rate=0.1), 16),
-    "gpt2": (gpt2(**MIXED), 12),
-    "gpt2-medium": (gpt2_medium(**MIXED), 6),
-    "gpt2-large": (gpt2_large(**MIXED), 4),
-    "gpt2-xl": (gpt2_xl(**MIXED), 2),
-    "gpt2-xl, scanned layers": (gpt2_xl(scan_layers=True, **MIXED), 2),
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A preset of apps/pretrain."""
+
+    model: GPT2Config
+    windows: int
+    """Windows of a microbatch on each device."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    fsdp: int = 1
+    """Devices that share the parameters, where there are so many."""
+
+
+PRESETS = {
+    "baby": Preset(model=GPT2Config(vocab_size=65, seq_len=64, num_layers=4, num_heads=4, embed_dim=128), windows=12),
+    "tutorial": Preset(model=gpt2(dropout_rate=0.1, **MIXED), windows=16),
+    "tutorial in float32, 4 microbatches": Preset(model=gpt2(dropout_rate=0.1), windows=4),
+    "wikitext": Preset(model=gpt2(seq_len=256, dropout_rate=0.1), windows=16),
+    "gpt2": Preset(model=gpt2(**MIXED), windows=12),
+    "speedrun": Preset(model=gpt2(**MIXED), windows=12, optimizer=OptimizerConfig(name="muon")),
+    "gpt2-medium": Preset(model=gpt2_medium(**MIXED), windows=6),
+    "gpt2-large": Preset(model=gpt2_large(**MIXED), windows=4, fsdp=8),
+    "gpt2-xl": Preset(model=gpt2_xl(**MIXED), windows=2, fsdp=8),
+    "gpt2-xl, scanned layers": Preset(model=gpt2_xl(scan_layers=True, **MIXED), windows=2, fsdp=16),
 }
-# The preset, the devices and the mesh.
-CASES: dict[str, list[tuple[str, str, dict[str, int]]]] = {
+MAIN = ("baby", "tutorial", "wikitext", "gpt2", "speedrun", "gpt2-medium", "gpt2-large", "gpt2-xl")
+# The preset and the devices.
+CASES: dict[str, list[tuple[str, str]]] = {
     "gpu": [
-        ("tutorial", "gpu:2:h100", {}),
-        ("tutorial", "gpu:1:l4", {}),
-        ("tutorial in float32, 4 microbatches", "gpu:1:t4", {}),
-        ("wikitext", "gpu:4:t4", {}),
-        ("gpt2", "gpu:1:h100", {}),
-        ("gpt2", "gpu:8:h100", {}),
-        ("gpt2", "gpu:2x8:h100", {}),
-        ("gpt2", "gpu:8x8:h100", {}),
-        ("gpt2", "gpu:8:a100", {}),
-        ("gpt2", "gpu:8:b200", {}),
-        ("gpt2-medium", "gpu:8:h100", {}),
-        ("gpt2-large", "gpu:8:h100", {"fsdp": 8}),
-        ("gpt2-xl", "gpu:8:h100", {"fsdp": 8}),
-        ("gpt2-xl", "gpu:8x8:h100", {"fsdp": 8}),
-        ("gpt2-xl", "gpu:1:t4", {}),
+        *((preset, name) for preset in MAIN for name in ("gpu:1:h100", "gpu:8:h100", "gpu:2x8:h100", "gpu:8x8:h100")),
+        ("tutorial", "gpu:2:h100"),
+        ("tutorial", "gpu:1:l4"),
+        ("tutorial in float32, 4 microbatches", "gpu:1:t4"),
+        ("wikitext", "gpu:4:t4"),
+        ("gpt2", "gpu:8:a100"),
+        ("gpt2", "gpu:8:b200"),
+        ("gpt2-xl", "gpu:1:t4"),
     ],
     "tpu": [
-        ("gpt2-xl, scanned layers", "tpu:v6e:4x4", {"fsdp": 16}),
-        ("gpt2-xl, scanned layers", "tpu:v5e:2x4", {"fsdp": 8}),
-        ("gpt2", "tpu:v6e:4x4", {}),
-        ("gpt2", "tpu:v5e:2x4", {}),
-        ("tutorial", "tpu:v6e:2x4", {}),
-        ("gpt2", "tpu:v5p:2x2x4", {}),
+        ("gpt2-xl, scanned layers", "tpu:v6e:4x4"),
+        ("gpt2-xl, scanned layers", "tpu:v5e:2x4"),
+        ("gpt2", "tpu:v6e:4x4"),
+        ("gpt2", "tpu:v5e:2x4"),
+        ("gpt2", "tpu:v5p:2x2x4"),
+        ("tutorial", "tpu:v6e:2x4"),
+        ("baby", "tpu:v6e:4x4"),
+        ("wikitext", "tpu:v6e:4x4"),
+        ("speedrun", "tpu:v6e:4x4"),
+        ("gpt2-medium", "tpu:v6e:4x4"),
     ],
 }
 
@@ -83,33 +98,35 @@ class Row:
     windows_per_device: int
     state_gib: float
     temporary_gib: float
-    memory_gib: float | None
+    memory_gib: float
     compile_s: float
     error: str = ""
 
 
-def measure(preset: str, name: str, axes: dict[str, int]) -> Row:
+def measure(name: str, devices: str) -> Row:
     """Compile a step of two microbatches."""
-    config, windows = PRESETS[preset]
-    mesh, begin = make_mesh(devices=absent_devices(name), **axes), time.perf_counter()
-    facts = device_facts(name)
-    limit = None if facts.platform == "tpu" else facts.memory_bytes  # the compiler of TPUs checks it
+    preset, places, begin = PRESETS[name], absent_devices(devices), time.perf_counter()
+    mesh = make_mesh(devices=places, fsdp=math.gcd(preset.fsdp, len(places)))
+    limit = device_facts(devices).memory_bytes
     state = temporary = 0
     error = ""
     try:
-        found = estimate_memory(config, global_batch_size=2 * windows * mesh.size, grad_accum_steps=2, mesh=mesh)
+        found = estimate_memory(
+            preset.model, global_batch_size=2 * preset.windows * mesh.size, optimizer=preset.optimizer,
+            grad_accum_steps=2, mesh=mesh,
+        )  # fmt: skip
         state, temporary = found.state_bytes, found.temporary_bytes + found.code_bytes
     except jax.errors.JaxRuntimeError as failure:  # the compiler of TPUs rejects what does not fit
         needed = re.search(r"\(([\d.]+)G\).*\(([\d.]+)G\)", str(failure))
         error = f"no: {needed[1]} of {needed[2]} GiB" if needed else str(failure).splitlines()[0][:120]
     return Row(
-        preset=preset,
-        devices=name,
+        preset=name,
+        devices=devices,
         mesh=", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "1 device",
-        windows_per_device=windows,
+        windows_per_device=preset.windows,
         state_gib=state / GIB,
         temporary_gib=temporary / GIB,
-        memory_gib=None if limit is None else limit / GIB,
+        memory_gib=limit / GIB,
         compile_s=time.perf_counter() - begin,
         error=error,
     )
@@ -117,7 +134,7 @@ def measure(preset: str, name: str, axes: dict[str, int]) -> Row:
 
 def fits(row: Row) -> str:
     """Say whether the step fits, by the compiler of a TPU, or the memory of a GPU."""
-    if row.error or row.memory_gib is None:
+    if row.error or row.devices.startswith("tpu"):
         return row.error or "yes"
     return "yes" if row.state_gib + row.temporary_gib < row.memory_gib else "no"
 
@@ -127,19 +144,18 @@ def table(target: str, found: dict[str, Any], rows: list[Row]) -> str:
     lines = [
         f"# Memory of a train step, from the compiler of {target.upper()}s",
         "",
-        "GiB on each device; two microbatches of the given windows, AdamW. Compiled without the devices, on "
-        f"{found['hardware']}; {found['date']}; {found['versions']}",
+        "GiB on each device; two microbatches of the given windows; AdamW, and for `speedrun` Muon. Compiled without "
+        f"the devices, on {found['hardware']}; {found['date']}; {found['versions']}",
         "",
         "| preset | devices | mesh | windows | state | temporary | sum | memory | fits | compiled in s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        memory = "" if row.memory_gib is None else f"{row.memory_gib:.1f}"
         sizes = (row.state_gib, row.temporary_gib, row.state_gib + row.temporary_gib)
         shown = " | ".join("" if row.error else f"{size:.2f}" for size in sizes)
         lines.append(
-            f"| {row.preset} | {row.devices} | {row.mesh} | {row.windows_per_device} | {shown} | {memory} | "
-            f"{fits(row)} | {row.compile_s:.0f} |"
+            f"| {row.preset} | {row.devices} | {row.mesh} | {row.windows_per_device} | {shown} "
+            f"| {row.memory_gib:.1f} | {fits(row)} | {row.compile_s:.0f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,7 @@ from pretrain._commands.verify_data import verified_data
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, load_tokens
 from pretrain._errors import UsageError, rejecting, shown
+from pretrain._judge.check_tasks import check_tasks
 from pretrain._output import log_lines
 from pretrain._report.loss_picture import draw_losses
 from pretrain._resolve.devices import given_hardware
@@ -178,12 +179,9 @@ def checked_tasks(config: PretrainConfig) -> PretrainConfig:
     if not tasks:
         return config
     check_installed()
-    from pretrain._judge.tasks import check_tasks  # an extra, which takes seconds
-
-    requested = parse_tasks(tasks)
-    check_tasks(requested, option="train.eval_tasks")
+    check_tasks(tasks, option="train.eval_tasks")
     found: list[str] = []
-    for task in requested:
+    for task in parse_tasks(tasks):
         name = str(Path(task.name).absolute()) if task.is_path else task.name
         found.append(name if task.limit is None else f"{name}:{task.limit}")
     return dataclasses.replace(config, train=dataclasses.replace(config.train, eval_tasks=tuple(found)))

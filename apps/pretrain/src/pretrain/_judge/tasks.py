@@ -107,21 +107,21 @@ def evaluate_tasks(
     return [*found.values()]
 
 
-def check_tasks(requested: Sequence[RequestedTask], *, option: str) -> None:
-    """Check that tasks exist, and that those of files can be read. The data of other tasks is not read.
+def read_tasks(requested: Sequence[RequestedTask], *, option: str) -> None:
+    """Check that tasks exist, and read those of files with their data.
 
     Raises:
+        OSError: data could not be read.
         UsageError: there is no such task, or its file is wrong, or does not fit its data.
     """
     with _reading(requested, option) as known:
         for task in requested:
             names = known.names_of(task, option)
-            if not task.is_path:
-                continue
             try:
-                known.manager.load(names)
-            except OSError as error:  # such as a hub that does not answer: it may answer when the scores are wanted
-                _logger.warning("the data of the task %s could not be read: %s", task.name, one_line(str(error)))
+                if task.is_path:
+                    known.manager.load(names)
+            except OSError:
+                raise
             except _UNREADABLE as error:
                 raise _unreadable(task, names, known, option, error) from error
 
