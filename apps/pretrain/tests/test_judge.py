@@ -4,8 +4,9 @@ import dataclasses
 import importlib.util
 import json
 import math
-import random
+import os
 import re
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,12 +25,26 @@ from pretrain import PRESETS, load_trained, main
 from pretrain._commands.train import checked_tasks
 from pretrain._errors import UsageError
 from pretrain._judge.published import published_figures
-from pretrain._judge.row_batches import Batch, Row, _joined, _shared, batches
+from pretrain._judge.row_batches import Row
 from pretrain._judge.scorer import Scorer
 from pretrain._judge.task_table import show_scores
 from pretrain._judge.tasks import MetricScore, TaskScores, _scores
 
 END = 256
+SEVERAL = """
+import json, sys
+import jax
+from pretrain import load_trained
+from pretrain._judge.row_batches import Row
+from pretrain._judge.scorer import Scorer
+
+scorer = Scorer(load_trained(sys.argv[1]).model, batch_size=1)
+rows = [Row(*row) for row in json.loads(sys.argv[2])]
+texts = scorer.continue_texts(
+    [row.tokens[:9] for row in rows], 6, has_ended=lambda text: False, rows_at_once=2, temperature=0, vocab_size=257
+)
+print(json.dumps([jax.device_count(), scorer.scores(rows), texts]))
+"""
 CONFIG = GPT2Config(vocab_size=300, seq_len=32, num_layers=1, num_heads=2, embed_dim=16)
 
 
@@ -60,70 +75,6 @@ def log_probs(model):
         return found[np.arange(len(found)), tokens[1:]], found.argmax(-1)
 
     return compute
-
-
-def test_rows_share_few_shapes_and_each_is_in_one_batch():
-    rng = random.Random(1)
-    rows = [Row([rng.randrange(300) for _ in range(rng.randint(2, 1025))], 1) for _ in range(2_000)]
-    rows = [Row(row.tokens, rng.randint(1, len(row.inputs))) for row in rows]
-    planned = [*batches(rows, most_tokens=8 * 1024, context=1024, multiple=3, length_multiple=8, program_tokens=4096)]
-    assert sorted(number for batch in planned for shared in batch.rows for number in shared) == [*range(2_000)]
-    assert len({(batch.size, batch.length, batch.num_scored) for batch in planned}) <= 25
-    for batch in planned:
-        assert (batch.size % 3, batch.num_scored % 4) == (0, 0)
-        assert 0 < len(batch.rows) <= batch.size
-        for shared in batch.rows:
-            assert len(rows[shared[0]].inputs) <= batch.length
-            assert sum(rows[number].num_scored for number in shared) <= batch.num_scored
-        assert batch.size * batch.length <= 8 * 1024 + 3 * batch.length
-    used = sum(batch.size * batch.length for batch in planned)
-    assert used < 1.15 * sum(len(row.inputs) for row in rows)
-    (slow_to_compile,) = {
-        (batch.size, batch.length)
-        for batch in batches(
-            rows[:10], most_tokens=2048, context=1024, multiple=1, length_multiple=128, program_tokens=1 << 23
-        )
-    }
-    longest = max(len(row.inputs) for row in rows[:10])
-    assert slow_to_compile == (2, -(-longest // 128) * 128)
-    few_rows = [Row([0, 1, place], 2) for place in range(3)]
-    (few,) = batches(few_rows, most_tokens=64, context=4, multiple=2, length_multiple=8, program_tokens=9)
-    assert few == Batch([[0, 1, 2]], 2, length=4, num_scored=8)
-
-
-@pytest.mark.parametrize("program_tokens", [0, 100, 1000, 10**6])
-def test_joined_lengths_take_the_least_time_of_all_ways_to_join_them(program_tokens):
-    rng = random.Random(program_tokens)
-    counts = {8 * length: rng.randint(1, 60) for length in rng.sample(range(1, 40), 9)}
-    lengths = sorted(counts, reverse=True)
-
-    def tokens(parts):
-        return sum(part[0] * sum(counts[length] for length in part) + program_tokens for part in parts)
-
-    def ways(rest):
-        if not rest:
-            yield []
-        for stop in range(1, len(rest) + 1):
-            yield from ([rest[:stop], *others] for others in ways(rest[stop:]))
-
-    found = _joined(counts, program_tokens)
-    assert [length for part in found for length in part] == lengths
-    assert tokens(found) == min(map(tokens, ways(lengths)))
-
-
-def test_short_answers_share_the_row_of_a_longer_one():
-    def rows(*texts, num_scored=1):
-        return [Row([*text.encode()], num_scored) for text in texts]
-
-    answers = rows("Is it A", "Is it B", "Is it C and", "Was it C", "Is it C", "Is it D", "I")
-    assert _shared(answers) == [[3], [2, 0, 1, 4, 5, 6]]
-    assert _shared([]) == []
-    assert _shared([Row([5], 0), Row([5], 0)]) == [[0, 1]]
-    # As many as the longest row has inputs.
-    assert [len(shared) for shared in _shared(rows(*(f"A question: {letter}" for letter in "ABCDEFGHIJKLMNOPQ")))] == [
-        12,
-        5,
-    ]
 
 
 def test_a_row_is_scored_as_if_it_were_alone(model, log_probs):
@@ -164,6 +115,20 @@ def test_texts_are_the_likeliest_continuations_and_end_at_a_stop(model, log_prob
             assert all(log >= log_probs([*tokens, other])[0][-1] - 1e-5 for other in (0, 100, 256))
     short = continued(lambda tokens: len(tokens) >= 1)
     assert all(text[: len(part)] == part for text, part in zip(whole, short, strict=True))
+
+
+def test_several_devices_give_the_scores_and_the_texts_of_one(exported):
+    rng = np.random.default_rng(3)
+    rows = [(rng.integers(0, 300, length).tolist(), length // 2) for length in (2, 33, 9, 17, 17, 26, 5)]
+    found = []
+    for num_devices in (1, 3):
+        command = [sys.executable, "-c", SEVERAL, str(exported), json.dumps(rows)]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (one, scores, texts), (three, scores_of_three, texts_of_three) = found
+    assert (one, three, texts) == (1, 3, texts_of_three)
+    np.testing.assert_allclose(scores_of_three, scores, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
