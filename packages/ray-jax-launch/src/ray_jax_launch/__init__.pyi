@@ -34,6 +34,7 @@ from ._hardware import gpu_memory_share as gpu_memory_share
 from ._hardware import local as local
 from ._hardware import parse_hardware as parse_hardware
 from ._hardware import tpu as tpu
+from ._hardware import tpu_flags as tpu_flags
 from ._scaling import scaling_config as scaling_config
 from ._storage import StoragePath as StoragePath
 from ._storage import as_storage_path as as_storage_path

@@ -39,6 +39,16 @@ _GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 # takes 0.8 to 0.9.
 _GPU_MEMORY_SHARE = 0.9
 
+# The sum of gradients over TPUs runs beside the backward pass that still computes others. By default the compiler joins
+# all gradients into one all-reduce, which waits for the last of them. The first two flags are MaxText's for all-reduces
+# (AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py); 25 MiB are the buckets of PyTorch's
+# DistributedDataParallel.
+_TPU_FLAGS = {
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+    "xla_jf_crs_combiner_threshold_in_bytes": str(25 << 20),
+}
+
 _KINDS = ("cpu", "gpu", "tpu", "local")
 _WORKERS_PER_DATA_CPU = 8
 
@@ -315,6 +325,11 @@ def gpu_memory_share() -> float:
     if not 0 < share <= 1:
         raise LaunchError(f"{name} must be a number above 0 and at most 1, got {given!r}. Correct it.")
     return share
+
+
+def tpu_flags() -> str:
+    """Return the flags of the compiler that TPU workers get in `LIBTPU_INIT_ARGS`, before those of their node."""
+    return " ".join(f"--{name}={value}" for name, value in _TPU_FLAGS.items())
 
 
 def check_hardware(hardware: Hardware) -> None:

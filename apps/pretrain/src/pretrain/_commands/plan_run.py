@@ -103,8 +103,7 @@ def plan(
         with waiting(console, f"compiling for {target}"):
             num_devices = [mesh.size // config.mesh.tensor] if hardware is None else data_devices(config, hardware)
             config, memory, reason = _find_memory(config, mesh, target, num_devices, largest_micro_batch)
-        fits = memory is not None and target.has(memory)
-        step_s = _measured_step_s(config, mesh) if measure and fits else None
+        step_s = _measured_step_s(config, mesh) if measure and target.has(memory) else None
     except ValueError as error:
         raise UsageError(str(error)) from error
     found = _summary(config, num_steps, target, mesh, data, memory, price_per_hour, step_s)
@@ -164,13 +163,13 @@ def _find_memory(
     share = max(1, config.train.global_batch_size // min(num_devices))
     # The whole share first: it needs no sum of gradients beside the gradient.
     least = tried(share)
-    if least[1] is not None and target.has(least[1]):
+    if target.has(least[1]):
         return least
     sizes, largest = [size for size in range(1, share) if share % size == 0], None
     while sizes:  # those above the largest that fits, and below the smallest that does not
         middle = len(sizes) // 2
         found = tried(sizes[middle])
-        fits = found[1] is not None and target.has(found[1])
+        fits = target.has(found[1])
         largest = found if fits else largest
         if found[1] is not None and (least[1] is None or found[1].peak_bytes < least[1].peak_bytes):
             least = found
@@ -253,8 +252,7 @@ def _summary(
     flops = float(tokens * flops_per_token(model))
     num_devices = len(target.devices)
     peak = _peak(config, target.device)
-    fits = memory is not None and target.has(memory)
-    is_compiled = target.facts is None
+    fits, is_compiled = target.has(memory), target.facts is None
     measured_hours = None if step_s is None else step_s * num_steps / _HOUR_S
     measured_price = None
     if measured_hours is not None and price_per_hour is not None:

@@ -11,7 +11,7 @@ from nnx_gpt2 import DeviceFacts, MemoryEstimate, absent_devices, device_facts
 from pretrain._errors import UsageError
 from pretrain._surroundings.typed_command import typed_arguments
 from pretrain._training.device_memory import device_memory_bytes
-from ray_jax_launch import Hardware, gpu_memory_share, worker_environment
+from ray_jax_launch import Hardware, gpu_memory_share, tpu_flags
 
 _COMPILERS = {"tpu": ["libtpu"], "gpu": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}
 """Modules that bring the compiler of a platform."""
@@ -43,9 +43,9 @@ class Target:
         """One of the devices, with the attributes of those of jax."""
         return self.devices[0] if self.facts is None else self.facts
 
-    def has(self, memory: MemoryEstimate) -> bool:
-        """Return whether a step fits the memory of each device."""
-        return self.usable_bytes is None or memory.peak_bytes <= self.usable_bytes
+    def has(self, memory: MemoryEstimate | None) -> bool:
+        """Return whether a step fits the memory of each device; None is one that the compiler rejects."""
+        return memory is not None and (self.usable_bytes is None or memory.peak_bytes <= self.usable_bytes)
 
     def __str__(self) -> str:
         """Return the number and the kind of the devices."""
@@ -83,18 +83,12 @@ def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
         if not any(map(find_spec, _COMPILERS[facts.platform])):
             devices = [_Place(number, number // hardware.devices_per_worker) for number in range(num_devices)]
             return Target(devices=devices, usable_bytes=usable_bytes, facts=facts)
-        if is_tpu:
-            _set_flags(worker_environment(hardware)["LIBTPU_INIT_ARGS"])
+        if is_tpu:  # the compiler starts with the flags of the workers
+            os.environ["LIBTPU_INIT_ARGS"] = f"{tpu_flags()} {os.environ.get('LIBTPU_INIT_ARGS', '')}"
         devices = absent_devices(name)
     except ValueError as error:
         raise UsageError(f"--hardware {hardware}: {error}") from error
     return Target(devices=devices, usable_bytes=None if is_tpu else usable_bytes)
-
-
-def _set_flags(flags: str) -> None:
-    """Let the compiler of TPUs, which has not started, have the flags of the workers."""
-    os.environ.setdefault("LIBTPU_INIT_ARGS", "")
-    os.environ["LIBTPU_INIT_ARGS"] = os.path.expandvars(flags)
 
 
 def missing_compiler(target: Target) -> str:

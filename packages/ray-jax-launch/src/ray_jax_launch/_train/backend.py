@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_jax_launch._cluster import is_started_here
 from ray_jax_launch._errors import LaunchError, shown
-from ray_jax_launch._hardware import Hardware, check_hardware, gpu_memory_share, gpu_memory_variable
+from ray_jax_launch._hardware import Hardware, check_hardware, gpu_memory_share, gpu_memory_variable, tpu_flags
 from ray_jax_launch._numbers import check_flag, check_number
 from ray_jax_launch._ray_internals.ray_train import JaxBackend, WorkerGroupStartupFailedError
 
@@ -26,16 +26,6 @@ from ray_jax_launch._ray_internals.ray_train import JaxBackend, WorkerGroupStart
 # quarter of a small step (train_step_baby.md in benchmarks/results). With these settings glibc keeps arrays of up to
 # 64 MiB, and uses huge pages. Other C libraries ignore them.
 _GLIBC_TUNABLES = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}:glibc.malloc.hugetlb=1"
-
-# The sum of gradients over TPUs runs beside the backward pass that still computes others. By default the compiler joins
-# all gradients into one all-reduce, which waits for the last of them. The first two flags are MaxText's for all-reduces
-# (AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py); 25 MiB are the buckets of PyTorch's
-# DistributedDataParallel.
-_TPU_FLAGS = {
-    "xla_enable_async_all_reduce": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
-    "xla_jf_crs_combiner_threshold_in_bytes": str(25 << 20),
-}
 
 # Libraries that jax brings, as files of CUDA toolkits and of cuDNN.
 _TOOLKIT = tuple(
@@ -213,9 +203,8 @@ def worker_environment(hardware: Hardware) -> dict[str, str]:
             **({"JAX_NUM_CPU_DEVICES": str(devices)} if devices > 1 else {}),
         }
     if hardware.kind == "tpu":
-        flags = " ".join(f"--{name}={value}" for name, value in _TPU_FLAGS.items())
         # Ray puts the value of the node there. Of a flag that is given twice, the last value counts.
-        return {"JAX_PLATFORMS": "tpu", "LIBTPU_INIT_ARGS": f"{flags} ${{LIBTPU_INIT_ARGS}}"}
+        return {"JAX_PLATFORMS": "tpu", "LIBTPU_INIT_ARGS": f"{tpu_flags()} ${{LIBTPU_INIT_ARGS}}"}
     environment = {"JAX_PLATFORMS": "cuda", gpu_memory_variable(): str(gpu_memory_share())}
     if is_started_here() and "NCCL_SOCKET_IFNAME" not in os.environ and sys.platform == "linux":
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL's own choice is an interface to other machines
