@@ -82,7 +82,7 @@ BOOK = len(TEXT) + 1
         ("tokens", (), "val", BOOK - round(BOOK * 0.75)),
         ("tokens", ("--split", "all"), "all", BOOK),
         ("tokens/train.bin", (), "all", round(BOOK * 0.75)),
-        ("tokens/*.bin", (), "all", BOOK),
+        ("tokens/t*.bin", (), "all", round(BOOK * 0.75)),
         ("train=book.txt,val=more/a.txt", (), "val", BOOK + 2),
         ("train=book.txt,val=more/a.txt", ("--split", "all"), "all", 2 * BOOK + 2),
         ("train=tokens/train.bin,val=tokens/val.bin", (), "val", BOOK - round(BOOK * 0.75)),

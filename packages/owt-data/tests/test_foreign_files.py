@@ -282,6 +282,30 @@ def test_damaged_and_mixed_shards_are_one_sentence(write, sentence, tmp_path, ca
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "{}/*.bin",
+        ["{}/x_val_000000.bin", "{}/other.bin", "{}/x_train_000001.bin"],
+        ["{}/train.bin", "{}/x_val_000000.bin"],
+        ["train={}/*.bin", "val={}/x_val_000000.bin"],
+        {"{}/*.bin": 1, "{}/other.bin": 2},
+    ],
+    ids=str,
+)
+def test_a_pattern_or_a_list_with_the_files_of_both_splits_is_rejected(names, tmp_path):
+    for name in ("x_train_000001", "x_train_000002", "x_val_000000"):
+        write_shard(tmp_path / f"{name}.bin", VAL)
+    for name in ("train", "other"):
+        VAL.astype("<u2").tofile(tmp_path / f"{name}.bin")
+    given = [name.format(tmp_path) for name in ([names] if isinstance(names, str) else names)]
+    with pytest.raises(
+        DataError, match=r"must be of one split, got .*train.*\.bin and .*/x_val_000000\.bin\. Name their"
+    ):
+        open_tokens(dict.fromkeys(given, 1.0) if isinstance(names, dict) else given, tokenizer="gpt2")
+    assert len(open_tokens(f"{tmp_path}/x_train_*.bin", tokenizer="gpt2").names) == 2
+
+
 def test_a_folder_of_shards_is_no_text(tmp_path):
     llm_c(tmp_path)
     with pytest.raises(DataError, match=r"must hold text to prepare, got a folder of token files. Use it as it is."):

@@ -260,6 +260,13 @@ def shards_by_split(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
+def split_of(name: str) -> str | None:
+    """Return the split that the name of a token file gives, `train` or `val`; None if it gives none."""
+    file = base_name(name)
+    match = _SHARD.fullmatch(file)
+    return file.removesuffix(".bin") if file in TOKEN_NAMES else match and match["split"]
+
+
 def list_folder(name: str) -> list[str]:
     """Return the names of the files in a folder on disk or in object storage.
 

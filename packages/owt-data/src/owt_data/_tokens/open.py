@@ -30,6 +30,7 @@ from owt_data._paths import (
     read_blocks,
     remote_state,
     shards_by_split,
+    split_of,
 )
 from owt_data._tokenizer_files import end_of_text_id, name_from_folder, tokenizer_label, tokenizer_name, vocab_size
 from owt_data._tokens.growing_tokens import GrowingTokens
@@ -105,9 +106,10 @@ def open_tokens(names: Names | Mapping[str, MixtureWeight], *, tokenizer: str) -
         names: a folder with `train.bin` and `val.bin`, or with shards such as `fineweb_train_000001.bin` and
             `fineweb_val_000000.bin`; a `.bin` file or a glob of them, split 90/10 by position; a list of such names,
             read one after the other; `.bin` files by split, as `train=...` and `val=...`; or folders and files with
-            weights, mixed. A weight that changes is a list of pairs: the index of a window, and the weight from there
-            on. `s3://` and `gs://` names are read in ranges. Files of llm.c and modded-nanogpt, which begin
-            with a header, are read as they are; see `find_layout` for the width of tokens without one.
+            weights, mixed. The files of a glob or a list must not have the names of both splits. A weight that changes
+            is a list of pairs: the index of a window, and the weight from there on. `s3://` and `gs://` names are read
+            in ranges. Files of llm.c and modded-nanogpt, which begin with a header, are read as they are; see
+            `find_layout` for the width of tokens without one.
         tokenizer: tokenizer of files without a manifest.
 
     Raises:
@@ -119,6 +121,8 @@ def open_tokens(names: Names | Mapping[str, MixtureWeight], *, tokenizer: str) -
         return _open_mixture(names, tokenizer)
     by_split = group_by_split(names)
     expanded = {split: [name for given in group for name in _expand(given)] for split, group in by_split.items()}
+    for group in expanded.values():
+        _check_one_split(group)
     return _open_splits(expanded, tokenizer) if "train" in expanded else _open_sequence(expanded["all"], tokenizer)
 
 
@@ -208,6 +212,16 @@ def _expand(name: str) -> list[str]:
         return [path]
     # A pattern without matches is rejected as a name that does not exist.
     return sorted(glob.glob(path)) or [path]  # noqa: PTH207 - takes a pattern with an absolute path
+
+
+def _check_one_split(paths: list[str]) -> None:
+    """Check that files that are read one after the other do not have the names of both splits."""
+    named = {split: path for path in reversed(paths) if (split := split_of(path))}
+    if len(named) > 1:
+        raise DataError(
+            f"The files of a pattern or a list must be of one split, got {show_name(named['train'])} and "
+            f"{show_name(named['val'])}. Name their folder, or the files as train=... and val=...."
+        )
 
 
 def _sequence(tokens: Tokens) -> TokenSequence:
