@@ -231,6 +231,27 @@ def questions(folder: Path) -> None:
     write_shard(folder / "x_train_000001.bin", TRAIN, magic=20240522)
 
 
+def other_magic(folder: Path) -> None:
+    write_shard(folder / "x_train_000001.bin", TRAIN, magic=20240521)
+
+
+def empty_shard(folder: Path) -> None:
+    (folder / "x_train_000001.bin").touch()
+
+
+def header_alone(folder: Path) -> None:
+    write_shard(folder / "x_train_000001.bin", TRAIN[:0])
+
+
+def other_width(folder: Path) -> None:
+    write_shard(folder / "x_train_000001.bin", TRAIN, magic=20240801, dtype="<u4")
+
+
+def empty_train(folder: Path) -> None:
+    (folder / "x_val_000000.bin").rename(folder / "val.bin")
+    (folder / "train.bin").touch()
+
+
 def raw_shard(folder: Path) -> None:
     TRAIN.astype("<u2").tofile(folder / "x_train_000001.bin")
 
@@ -250,6 +271,7 @@ def no_train(_: Path) -> None:
 
 
 ODD_SIZE = f"must have {1024 + 2 * len(TRAIN)} bytes for the {len(TRAIN)} tokens of its header, got"
+BEGIN = "must begin with the number 20240520 of llm.c's header, as {}/x_val_000000.bin does"
 
 
 @pytest.mark.parametrize(
@@ -264,7 +286,15 @@ ODD_SIZE = f"must have {1024 + 2 * len(TRAIN)} bytes for the {len(TRAIN)} tokens
         (truncated_header, f"{ODD_SIZE} 12."),
         (negative_count, "must have 1024 bytes for the -1 tokens of its header, got"),
         (questions, "must hold tokens of text, got llm.c's questions of an evaluation. Name its token files."),
-        (raw_shard, "x_val_000000.bin must be a file of 16-bit tokens without a header as"),
+        (
+            raw_shard,
+            f"x_train_000001.bin {BEGIN}, got {TRAIN[1] << 16 | TRAIN[0]}. Copy it again, or name the files as",
+        ),
+        (other_magic, f"x_train_000001.bin {BEGIN}, got 20240521. Copy it again, or name the files as"),
+        (empty_shard, "x_train_000001.bin must hold tokens, got an empty file. Copy it again."),
+        (header_alone, "x_train_000001.bin must hold tokens, got a header without any. Copy or make the file again."),
+        (other_width, "x_val_000000.bin must be a file of 32-bit tokens with llm.c's header as {}/x_train_000001.bin"),
+        (empty_train, "{} must have training tokens, got 0. Copy it again, or prepare more text."),
         (other_dataset, "must have the shards of one dataset, got those of x, y. Name the files as train=... and"),
         (beside_train_bin, "must have the shards of one dataset, got those of x and train.bin. Name the files as"),
         (no_train, "must have shards of both splits, got none named ..._train_....bin. Copy them too, or name"),
@@ -274,9 +304,9 @@ def test_damaged_and_mixed_shards_are_one_sentence(write, sentence, tmp_path, ca
     write_shard(tmp_path / "x_val_000000.bin", VAL)
     write(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert main(["inspect", str(tmp_path), "--tokenizer", "bytes"]) == 2
+    assert main(["inspect", str(tmp_path), "--tokenizer", "gpt2"]) == 2
     error = capsys.readouterr().err
-    assert sentence in error
+    assert sentence.format(tmp_path) in error
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from owt_data._errors import check_integer
+from owt_data._errors import DataError, check_integer, show_name
 from owt_data._paths import normalize
 from owt_data._tokenizers import load_tokenizer
 from owt_data._tokens.manifest import Manifest, read_manifest
@@ -43,11 +43,13 @@ def inspect(name: str | os.PathLike[str], *, tokenizer: str = "gpt2", window_tok
         window_tokens: length of a sample.
 
     Raises:
-        DataError: as `open_tokens`, or `window_tokens` is not positive.
+        DataError: as `open_tokens`, there are no training tokens, or `window_tokens` is not positive.
     """
     window_tokens = check_integer("window_tokens", window_tokens, least=1)
     name = normalize(name)
     data = open_tokens(name, tokenizer=tokenizer)
+    if not len(data.train):
+        raise DataError(f"{show_name(name)} must have training tokens, got 0. Copy it again, or prepare more text.")
     encoding = load_tokenizer(data.tokenizer)
     samples, num_bytes = {}, {}
     for split, tokens in (("train", data.train), ("val", data.val)):

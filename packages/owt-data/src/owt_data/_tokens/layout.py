@@ -16,6 +16,7 @@ _HEADER_BYTES = 1024
 # By the first of the 256 int32 of a header: the width of the tokens, and the known versions, the second int32. The
 # third one is the number of tokens. llm.c writes 32 bits for Llama 3.
 _HEADERS: dict[int, tuple[Width, tuple[int, ...]]] = {20240520: ("<u2", (1,)), 20240801: ("<u4", (1, 7))}
+_MAGIC = {width: magic for magic, (width, _) in _HEADERS.items()}
 _QUESTIONS = 20240522
 # The first bytes tell the width of raw tokens. Fewer than the second number are taken for 16 bits.
 _HEAD_BYTES, _LEAST_HEAD_BYTES = 4096, 128
@@ -107,7 +108,22 @@ def _behind_header(path: str, size: int, head: bytes) -> Layout | None:
             f"{show_name(path)} must have {layout.place(max(0, num_tokens))} bytes for the {num_tokens} tokens of its "
             f"header, got {size}. Copy or make the file again."
         )
+    if num_tokens == 0:
+        raise DataError(f"{show_name(path)} must hold tokens, got a header without any. Copy or make the file again.")
     return layout
+
+
+def missing_header_error(path: str, other: str, layout: Layout) -> DataError:
+    """Return the error for a file without a header beside another one of a layout with a header.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    return DataError(
+        f"{show_name(path)} must begin with the number {_MAGIC[layout.width]} of llm.c's header, as {show_name(other)} "
+        f"does, got {int.from_bytes(read_head(path, 4), 'little')}. Copy it again, or name the files as train=... and "
+        "val=...."
+    )
 
 
 def _raw(path: str, head: bytes, vocab_size: int) -> Layout:

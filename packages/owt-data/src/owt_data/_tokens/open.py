@@ -35,7 +35,7 @@ from owt_data._paths import (
 from owt_data._tokenizer_files import end_of_text_id, name_from_folder, tokenizer_label, tokenizer_name, vocab_size
 from owt_data._tokens.growing_tokens import GrowingTokens
 from owt_data._tokens.journal import staging_path
-from owt_data._tokens.layout import Layout, find_layout
+from owt_data._tokens.layout import Layout, find_layout, missing_header_error
 from owt_data._tokens.manifest import check_sizes, read_manifest
 from owt_data._tokens.mixture_stages import MixtureWeight, split_weights
 from owt_data._tokens.plan import Plan, read_plan, source_fingerprint
@@ -320,8 +320,14 @@ def _shards_in(folder: str) -> dict[str, list[str]]:
 
 
 def _check_one_layout(spans: list[TokenSpan]) -> None:
-    """Check that shards have one layout. Else one of them is damaged, or of another program."""
+    """Check that shards hold tokens and have one layout. Else one of them is damaged, or of another program."""
     for span in spans:
+        if not len(span):
+            raise DataError(f"{show_name(span.path)} must hold tokens, got an empty file. Copy it again.")
+    with_header = next((span for span in spans if span.layout.offset), None)
+    for span in spans:
+        if with_header is not None and not span.layout.offset:
+            raise missing_header_error(span.path, with_header.path, with_header.layout)
         if span.layout != spans[0].layout:
             raise DataError(
                 f"{show_name(span.path)} must be {spans[0].layout} as {show_name(spans[0].path)}, got {span.layout}. "
