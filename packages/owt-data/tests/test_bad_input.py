@@ -116,6 +116,8 @@ def rejected(capsys, folder, *arguments):
             ("prepare", "two-bytes.txt", "out", "--split", "start"),
             "more text than validation takes, its first 262144 bytes up to the end of a row or a word, got 2 bytes.",
         ),
+        (("prepare", "twice.parquet", "new/deep/out"), "must be exactly one of the columns ['text', 'text'] of twice"),
+        (("prepare", "blank.jsonl", "new/deep/out"), "must hold text in every row, got a number in line 5. Name"),
         (("prepare", "blank.jsonl", "out"), "must hold text in every row, got a number in line 5. Name another column"),
         (("prepare", "twice.parquet", "out"), "must be exactly one of the columns ['text', 'text'] of twice.parquet"),
         (("prepare", "book.txt", "out", "--split-seed", "-1"), "split_seed must be an integer of at least 0, got -1."),

@@ -91,6 +91,31 @@ def test_a_disk_that_is_full_while_assembling_is_reported(corpus, tmp_path, reco
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.fault
+def test_a_disk_that_is_full_before_the_work_is_left_as_it_was(articles, tmp_path, record_property):
+    record_property("fault", "the disk full before prepare and tokenizer write")
+    record_property("lost", "nothing")
+    script = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+from owt_data._cli import main
+small, articles = Path(sys.argv[1]), sys.argv[2]
+with suppress(OSError), (small / "filler").open("wb", buffering=0) as file:
+    while file.write(bytes(4096)):
+        pass
+for command in (["tokenizer", articles, f"{small}/tokenizer", "--vocab", "300"],
+                ["tokenizer", articles, f"{small}/new/deep/x.json", "--vocab", "300"],
+                ["prepare", articles, f"{small}/new/out", "--tokenizer", "bytes"]):
+    print(main(command), [path.name for path in small.rglob("*")])
+"""
+    small = tmp_path / "small"
+    small.mkdir()
+    done = in_small_filesystem(small, 1, script, str(small), str(articles))
+    assert done.stdout == "2 ['filler']\n" * 3, done.stderr
+    assert done.stderr.count("No space left on device") == done.stderr.count("\n") == 3
+
+
 def test_a_mount_point_is_rejected_before_the_work(corpus, tmp_path):
     small = tmp_path / "small"
     small.mkdir()

@@ -1,8 +1,10 @@
 """Files that get their names when they are complete. A kill leaves the earlier file, or none."""
 
+import contextlib
 import errno
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 # Errors of file systems that cannot sync a folder, such as those over object storage.
@@ -29,6 +31,19 @@ def write_file(path: Path, data: str | memoryview, *, durable: bool = False) -> 
         temporary.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def made_folder(path: Path) -> Iterator[None]:
+    """Make a folder and its parents if they are missing. Those that are made and are empty at the end are removed."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # it is not empty, or could not be made
+                folder.rmdir()
 
 
 def rename_durably(source: Path, target: Path) -> None:

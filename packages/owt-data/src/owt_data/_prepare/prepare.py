@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from owt_data._complete_files import rename_durably, write_file
+from owt_data._complete_files import made_folder, rename_durably, write_file
 from owt_data._errors import DataError, RejectedDocumentsError, file_errors, show, show_name
 from owt_data._options import PrepareOptions, check_arguments
 from owt_data._paths import Names, is_uri, list_names, local_path, name_text
@@ -194,21 +194,21 @@ def _staging_folder(out: Path) -> Iterator[Path]:
         raise DataError(
             f"{show_name(out)} must not be a mount point, which cannot be renamed. Name a new folder in it."
         )
-    staging.mkdir(parents=True, exist_ok=True)
-    folder = os.open(staging, os.O_RDONLY)
-    try:
+    with made_folder(staging):
+        folder = os.open(staging, os.O_RDONLY)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(
-                f"Another process prepares into {show_name(out)}. Wait for it, or choose another folder."
-            ) from error
-        _check_staging(staging)
-        yield staging
-    finally:
-        os.close(folder)
-        with contextlib.suppress(OSError):
-            staging.rmdir()  # works only if the folder is empty
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DataError(
+                    f"Another process prepares into {show_name(out)}. Wait for it, or choose another folder."
+                ) from error
+            _check_staging(staging)
+            yield staging
+        finally:
+            os.close(folder)
+            with contextlib.suppress(OSError):
+                staging.rmdir()  # works only if the folder is empty
 
 
 def _check_staging(staging: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from owt_data._complete_files import write_file
+from owt_data._complete_files import made_folder, write_file
 from owt_data._errors import (
     MOST_PROCESSES,
     DataError,
@@ -127,10 +127,10 @@ def _write(path: Path, content: bytes) -> None:
         if path.read_bytes() != content:
             raise DataError(f"{show_name(path)} holds another tokenizer. Choose another folder, or delete it.")
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f"{path.name}.*.tmp"):  # of a kill
-        leftover.unlink(missing_ok=True)
-    write_file(path, memoryview(content), durable=True)
+    with made_folder(path.parent):
+        for leftover in path.parent.glob(f"{path.name}.*.tmp"):  # of a kill
+            leftover.unlink(missing_ok=True)
+        write_file(path, memoryview(content), durable=True)
 
 
 @contextmanager
