@@ -348,13 +348,15 @@ def test_the_help_lists_the_commands_and_each_command_has_its_own(monkeypatch, c
     monkeypatch.setenv("COLUMNS", "80")
     main(["--help"])
     overview = capsys.readouterr().out
-    for command, names in (("prepare", "SOURCE... OUT"), ("verify", "FOLDER"), ("inspect", "NAME")):
-        assert f"\n  {command:9}" in overview
+    names_of = {"prepare": "SOURCE... OUT", "tokenizer": "SOURCE... OUT", "verify": "FOLDER", "inspect": "NAME"}
+    for command, names in names_of.items():
+        assert f"\n  {command:11}" in overview
         main([command, "-h"])
         page = capsys.readouterr().out
         assert page.startswith(f"usage: owt-data {command} {names}")
         assert ("\noptions\n" in page) == ("[OPTIONS]" in page) == (command != "verify")
-        assert page.count(f"\n  owt-data {command} ") >= 2
+        assert f"\n  owt-data {command} " in page
+        assert page.count("\n  owt-data ") >= 2 + 1  # two examples and `owt-data --help`
 
 
 def test_the_version_is_printed(capsys):

@@ -197,7 +197,9 @@ def _print_help(blocks: Iterator[list[_Paragraph]]) -> None:
 def _overview(program: str, description: str, commands: Mapping[str, Command]) -> Iterator[list[_Paragraph]]:
     yield [(f"usage: {program} COMMAND [OPTIONS]", 11)]
     yield [(description, 0)]
-    yield [("commands", 0), *((f"  {name:9}{command.run.__doc__ or ''}", 11) for name, command in commands.items())]
+    width = max(map(len, commands)) + 2
+    entries = ((f"  {name:{width}}{command.run.__doc__ or ''}", 2 + width) for name, command in commands.items())
+    yield [("commands", 0), *entries]
     yield [("more", 0), ("  COMMAND --help shows the options of a command, and --version the version.", 2)]
     yield [("examples", 0), *((f"  {command.examples[0]}", 6) for command in commands.values())]
 
