@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from owt_data import DataError, find_source, open_tokens
+from owt_data import DataError, find_source, load_tokenizer, open_tokens, tokenizer_files
 
 
 @pytest.fixture
@@ -41,6 +41,26 @@ def test_a_file_of_tokens_gets_a_similar_one(files):
     with pytest.raises(DataError) as caught:
         open_tokens("token/train.bin", tokenizer="bytes")
     assert str(caught.value).endswith(f"Did you mean {files}/tokens/train.bin?")
+
+
+def test_other_tokens_and_files_that_are_no_tokenizers_are_not_named(files):
+    (files / "tokens/train.bin").rename(files / "tokens/val.bin")
+    (files / "texts/broken.json").write_text("{")
+    (files / "texts/tokenizer_config.json").write_text("{}")
+    (files / "texts/tokenizers").mkdir()
+    for open_file in (
+        lambda: open_tokens("tokens/train.bin", tokenizer="bytes"),
+        lambda: load_tokenizer("texts/tokenizer.json"),
+        lambda: load_tokenizer("texts/brokn.json"),
+    ):
+        with pytest.raises(DataError, match=r"got a name that does not exist\.$"):
+            open_file()
+    for name, content in tokenizer_files("bytes", max_tokens=8).items():
+        (files / "texts/tokenizers" / name).write_text(content)
+    with pytest.raises(DataError, match=r"Did you mean .*/texts/tokenizers/tokenizer\.json\?$"):
+        load_tokenizer("texts/tokenizer/tokenizer.json")
+    with pytest.raises(DataError, match=r"Did you mean .*/texts/tokenizers/tokenizer\.json\?$"):
+        load_tokenizer("texts/tokenzers")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
@@ -189,7 +189,15 @@ def look_up(name: str) -> FileInfo:
         return filesystem.get_file_info(path)
 
 
-def look_up_as(name: str, wanted: FileType, constraint: str, remedy: str = "", *, suggest: bool = True) -> FileInfo:
+def look_up_as(
+    name: str,
+    wanted: FileType,
+    constraint: str,
+    remedy: str = "",
+    *,
+    suggest: bool = True,
+    is_possible: Callable[[str], bool] | None = None,
+) -> FileInfo:
     """Look up a name, check that it is a file or a folder, and return its type and size.
 
     Args:
@@ -198,6 +206,7 @@ def look_up_as(name: str, wanted: FileType, constraint: str, remedy: str = "", *
         constraint: what the name must be.
         remedy: a sentence, or empty.
         suggest: name a file of a similar name instead, if there is one. False is for a name that no user has given.
+        is_possible: whether a file that exists may be named. Default: each may.
 
     Raises:
         DataError: the name does not exist or has another type, or the storage cannot be reached.
@@ -205,7 +214,7 @@ def look_up_as(name: str, wanted: FileType, constraint: str, remedy: str = "", *
     found = look_up(name)
     if found.type is not wanted:
         if suggest and found.type is FileType.NotFound:
-            remedy = suggest_name(name, remedy)
+            remedy = suggest_name(name, remedy, is_possible)
         raise DataError(f"{show_name(name)} must be {constraint}, got {type_name(found)}. {remedy}".rstrip())
     return found
 
@@ -221,10 +230,11 @@ def suggest_one(name: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
 
 
-def suggest_name(name: str, remedy: str) -> str:
+def suggest_name(name: str, remedy: str, is_possible: Callable[[str], bool] | None = None) -> str:
     """Return the remedy for a name that does not exist: a file or folder of a similar name, or else the given remedy.
 
-    Each missing component is compared with the files and folders in its place, with and without their suffix.
+    Each missing component is compared with the files and folders in its place, without suffixes: equal ones would make
+    `val.bin` similar to `train.bin`.
     """
     path = Path("." if is_uri(name) else local_path(name))
     place = next((parent for parent in path.parents if parent.is_dir()), path)
@@ -232,14 +242,16 @@ def suggest_name(name: str, remedy: str) -> str:
         for part in path.relative_to(place).parts:
             if not (place / part).exists():
                 entries = [entry for entry in sorted(place.iterdir()) if not entry.name.startswith(".")]
-                known = {entry.stem: entry for entry in entries} | {entry.name: entry for entry in entries}
-                (part,) = difflib.get_close_matches(part, known, n=1) or ("",)
-                if not part:
+                suffix = Path(part).suffix
+                known = {entry.stem: entry for entry in sorted(entries, key=lambda entry: entry.suffix == suffix)}
+                similar = suggest_one(Path(part).stem, known)
+                if similar is None:
                     return remedy
-                place = known[part]
+                place = known[similar]
             else:
                 place /= part
-        return f"Did you mean {show_name(place)}?" if place != path else remedy
+        is_better = place != path and (is_possible is None or is_possible(str(place)))
+        return f"Did you mean {show_name(place)}?" if is_better else remedy
     return remedy
 
 

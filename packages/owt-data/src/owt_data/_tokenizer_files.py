@@ -95,7 +95,7 @@ def read_tokenizer_file(name: str) -> TokenizerFile:
         DataError: the file does not exist, cannot be read, has another format, or has no such token.
     """
     path, _, token = name.partition(_MARK)
-    look_up_as(path, FileType.File, f"a {TOKENIZER_FILE} of the library tokenizers")
+    look_up_as(path, FileType.File, f"a {TOKENIZER_FILE} of the library tokenizers", is_possible=_is_tokenizer)
     content = read_file(path)
     try:
         description = json.loads(content)
@@ -114,6 +114,14 @@ def read_tokenizer_file(name: str) -> TokenizerFile:
             f"tokens as {base_name(path)}{_MARK}TOKEN."
         )
     return TokenizerFile(content=content, description=description, end_of_text=ends[0], ids=ids)
+
+
+def _is_tokenizer(path: str) -> bool:
+    """Return whether a file on disk has the form of a `tokenizer.json`."""
+    try:
+        return path.endswith(".json") and bool(_ids(json.loads(read_file(path))))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False
 
 
 def _ids(description: dict[str, Any]) -> dict[str, int]:
