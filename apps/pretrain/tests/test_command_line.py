@@ -272,7 +272,8 @@ def test_a_wrong_run_names_the_runs_that_exist(command, name, known, runs, capsy
     question = f"Did you mean {known}? " if known else ""
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        f"error: run must be the folder or URI of a run, or its name in runs, got {name}. {question}"
+        "error: run must be the folder or URI of a run, its name in runs, a folder of `export`, or published weights "
+        f"such as gpt2, got {name}. {question}"
     )
     assert set(line.rpartition("runs has ")[2].rstrip(".").split(", ")) == {"quickstart-builtin", "wiki"}
 

@@ -13,7 +13,7 @@ from pretrain._errors import UsageError
 from pretrain._run.checkpoint_digests import description_digests
 from pretrain._run.description import DataDescription, RunDescription, read_description, write_description
 from pretrain._run.files import append_line
-from pretrain._run.find import find_run, find_unless_published
+from pretrain._run.find import NoRunError, find_run, find_unless_published
 from pretrain._run.folder import RunFolder, locate
 from pretrain._run.remote_copy import reader_copy
 from pretrain._run.result import RunResult, read_result
@@ -203,7 +203,7 @@ def test_a_name_is_that_of_weights_if_it_is_one_of_the_hub_or_of_their_folder(
         (tmp_path / folder / "config.json").write_text(text)
 
     def find(name: str) -> str:
-        raise UsageError(f"no run {name}")
+        raise NoRunError(name, "Train one.")
 
-    with contextlib.nullcontext() if is_published else pytest.raises(UsageError, match=f"no run {name}"):
+    with contextlib.nullcontext() if is_published else pytest.raises(UsageError, match=f"got {name}. Train one."):
         assert find_unless_published(name, find) is None

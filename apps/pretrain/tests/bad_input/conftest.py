@@ -35,6 +35,8 @@ def finished(tmp_path_factory):
     for name in ("letters.bin", "again.bin"):
         np.full(2000, 65, "<u2").tofile(place / name)
     (place / "loop").symlink_to("loop")
+    (place / "weights").mkdir()
+    (place / "weights" / "config.json").write_text('{"model_type": "gpt2"}')
     config = parse_command(shlex.split(TRAIN))
     assert isinstance(config, PretrainConfig)
     config = resolve_order(with_vocab_size(config, 257))

@@ -169,7 +169,11 @@ LINES = [
     (f"--data book.txt --seed {END}", f"--seed must be an integer of at most {END - 1}, got {END}"),
     (f"--data book.txt --name {LONG}", "name must have at most 255 bytes, got"),
     (f"{SMALL} --hardware local --train.global-batch-size 100000000", "the model and its batch must fit the"),
-    ("sample nowhere", "run must be the folder or URI of a run, or its name in runs, got nowhere."),
+    (
+        "sample nowhere",
+        "run must be the folder or URI of a run, its name in runs, a folder of `export`, or published weights such as "
+        "gpt2, got nowhere. runs has run.",
+    ),
     ("sample nowhere --top-k 0", "--top-k must be at least 1, got 0."),
     ("sample nowhere --top-p 1.5", "--top-p must be above 0 and at most 1, got 1.5."),
     ("sample nowhere --temperature nan", "--temperature must be from 0 to 1e+30, got nan."),
@@ -199,7 +203,7 @@ LINES = [
     ("runs nowhere", "the storage path must be a folder of runs, got nowhere, which does not exist. Train a run"),
     ("runs book.txt", "the storage path must be a folder of runs, got book.txt, a file. Give a folder."),
     ("runs runs/run", "the storage path must be a folder of runs, got runs/run, a run itself. Give the folder that"),
-    ("sample ''", "run must be the folder or URI of a run, or its name in runs, got ''. runs has run."),
+    ("sample ''", "or published weights such as gpt2, got ''. runs has run."),
     ("sample nowhere --max-new-tokens -5", "--max-new-tokens must be from 0 to 1000000, got -5."),
     (
         f"sample nowhere --max-new-tokens {10**15}",
@@ -216,8 +220,18 @@ LINES = [
     (f"{SAMPLE} --seed -1", f"--seed must be at least 0 and at most {END - 1}, got -1"),
     (f"sample {LONG}", "File name too long"),
     ("sample loop", "Too many levels of symbolic links"),
-    ("sample book.txt", "run must be the folder or URI of a run"),
-    ("eval nowhere", "run must be the folder or URI of a run, or its name in runs, got nowhere."),
+    ("sample book.txt", "or published weights such as gpt2, got book.txt. runs has run."),
+    ("eval nowhere", "or published weights such as gpt2, got nowhere."),
+    ("eval .", "or published weights such as gpt2, got .."),
+    ("eval gpt3", "or published weights such as gpt2, got gpt3."),
+    (
+        "eval gpt2@best",
+        "gpt2@best must be a checkpoint of a run, got a published name, which has one set of weights. L",
+    ),
+    ("eval weights@best", "weights@best must be a checkpoint of a run, got a folder of `export`, which has one set of"),
+    ("sample weights@1", "weights@1 must be a checkpoint of a run, got a folder of `export`, which has one set of wei"),
+    ("eval run@1@1", "the name of a checkpoint must have at most one @, as RUN@STEP and RUN@best have, got run@1@1."),
+    ("diff run weights", "weights must be a run, got a folder of weights alone, as `export` writes it. Name a run."),
     (f"{EVAL} --batch-size 0", "--batch-size must be from 1 to 2147483647, got 0."),
     (f"{EVAL} --data loop", "loop"),
     (f"{EVAL} --data train=letters.bin", "got 'train=letters.bin': val has no name."),
@@ -229,7 +243,7 @@ LINES = [
     ("export run loop", "out must be a new or empty folder, got loop."),
     ("export run .", "out must be a new or empty folder, got ."),
     ("export run out --dtype float8", "--dtype must be bfloat16, float16 or float32 or none, got float8."),
-    ("export run out --weights average", "runs/run, which keeps no average, got average."),
+    ("export run out --weights average", "error: --weights must be last for"),
     ("export run out --push-to out", "--push-to must be OWNER/NAME of a repository on the hub, got out."),
 ]
 # Contents of the `config.json` of a run without checkpoints, and what the sentence has.

@@ -115,14 +115,14 @@ def load_trained(run: str | os.PathLike[str], *, weights: WeightsKind | None = N
         )
     if found is None:
         if weights == "average":
-            raise UsageError(f"weights must be last for {short(name)}, which keeps no average, got average.")
+            raise UsageError(f"--weights must be last for {short(name)}, which keeps no average, got average.")
         start_jax()
         keep_programs()
         return _published(name)
     folder, description, *step = found
     has_average = description.config.optimizer.average_decay > 0
     if weights == "average" and not has_average:
-        raise UsageError(f"weights must be last for {folder}, which keeps no average, got average.")
+        raise UsageError(f"--weights must be last for {folder}, which keeps no average, got average.")
     is_average = has_average and weights != "last"
     start_jax()
     keep_programs()

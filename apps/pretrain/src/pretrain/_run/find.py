@@ -20,11 +20,23 @@ BEST = "best"
 
 DEFAULT_STORAGE = Path("runs")
 _PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+_CONFIG = "config.json"
 _MOST_NAMES = 8
 _MOST_STEPS = 12
 _CHECKPOINT = re.compile(rf"(?P<run>.+)@(?P<step>[0-9]+|{BEST})")
 
 T = TypeVar("T")
+
+
+class NoRunError(UsageError):
+    """No run has a name."""
+
+    def __init__(self, name: str, remedy: str, *, or_weights: bool = False) -> None:
+        kinds = f"the folder or URI of a run, or its name in {DEFAULT_STORAGE}"
+        if or_weights:
+            kinds = kinds.replace(", or", ",") + ", a folder of `export`, or published weights such as gpt2"
+        super().__init__(f"run must be {kinds}, got {short(name)}. {remedy}")
+        self.name, self.remedy = name, remedy
 
 
 class FoundCheckpoint(NamedTuple):
@@ -64,7 +76,13 @@ def find_checkpoint(name: str) -> FoundCheckpoint:
     """
     found = _CHECKPOINT.fullmatch(name)
     run, wanted = (found["run"], found["step"]) if found else (name, None)
-    folder, description = find_run(run)
+    try:
+        folder, description = find_run(run)
+    except NoRunError:
+        if wanted is not None and "@" in run and not is_uri(run):
+            constraint = f"have at most one @, as RUN@STEP and RUN@{BEST} have"
+            raise UsageError(f"the name of a checkpoint must {constraint}, got {short(name)}.") from None
+        raise
     steps = checkpoint_steps(folder.checkpoints)
     if not steps:
         raise UsageError(f"{folder} has no checkpoint yet. Continue its training.")
@@ -94,25 +112,52 @@ def find_unless_published(name: str, find: Callable[[str], T]) -> T | None:
         find: returns the run, or raises UsageError.
 
     Raises:
-        UsageError: there is no such run, and the name is none of weights.
+        UsageError: there is no such run, and the name is none of weights; or it names a checkpoint of weights.
     """
-    config = Path(name) / "config.json"
-    is_run = "/" not in name and (DEFAULT_STORAGE / config).is_file()
-    if config.is_file() and "model_type" in _object(config) and not is_run:
+    if _is_weights_first(name):
         return None
+    checkpoint = _CHECKPOINT.fullmatch(name)
+    run = checkpoint["run"] if checkpoint else name
+    if checkpoint and _is_weights_first(run):
+        raise _of_weights(name, run, "a folder of `export`")
     try:
         return find(name)
-    except UsageError:
-        is_hub_name = name in _PUBLISHED or (name.count("/") == 1 and not name.startswith((".", "/", "runs/")))
-        if is_hub_name and not Path(name).exists():
-            return None
-        raise
+    except NoRunError as error:
+        if not Path(run).exists():
+            if checkpoint and run in _PUBLISHED:  # any other OWNER/NAME@STEP may be meant as the path of a run
+                raise _of_weights(name, run, "a published name") from None
+            if not checkpoint and _is_hub_name(name):
+                return None
+        raise NoRunError(error.name, error.remedy, or_weights=True) from None
+
+
+def _is_hub_name(name: str) -> bool:
+    return name in _PUBLISHED or (name.count("/") == 1 and not name.startswith((".", "/", "runs/")))
+
+
+def _is_weights_first(name: str) -> bool:
+    """Return whether a name is that of a folder of weights, and no run in `runs` has it."""
+    is_run = "/" not in name and (DEFAULT_STORAGE / name / _CONFIG).is_file()
+    return not is_run and _has_weights(Path(name))
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether a folder has the config of weights in Hugging Face's format."""
+    config = folder / _CONFIG
+    return config.is_file() and "model_type" in _object(config)
+
+
+def _of_weights(name: str, run: str, kind: str) -> UsageError:
+    return UsageError(
+        f"{short(name)} must be a checkpoint of a run, got {kind}, which has one set of weights. "
+        f"Leave out {name.removeprefix(run)}."
+    )
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -133,7 +178,8 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
         The run's folder, and its description.
 
     Raises:
-        UsageError: the run does not exist, or its description is damaged.
+        NoRunError: the run does not exist.
+        UsageError: its description is damaged, or the folder has weights alone.
         OSError: the folder cannot be read.
     """
     if not name:
@@ -146,11 +192,13 @@ def find_run(name: str) -> tuple[RunFolder, RunDescription]:
     else:  # `export first first` writes a folder of the same name
         folders = [locate(DEFAULT_STORAGE / name), locate(name)]
     for folder in folders:
+        if folder.uri is None and _has_weights(folder.path):
+            raise UsageError(
+                f"{folder} must be a run, got a folder of weights alone, as `export` writes it. Name a run."
+            )
         if (description := read_description(folder)) is not None:
             return folder, description
-    raise UsageError(
-        f"run must be the folder or URI of a run, or its name in {DEFAULT_STORAGE}, got {short(name)}. {_remedy(name)}"
-    )
+    raise NoRunError(name, _remedy(name))
 
 
 def _remedy(name: str) -> str:
