@@ -463,6 +463,6 @@ def test_a_published_name_that_cannot_be_downloaded_is_named(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     for name in ("gpt2-medium", "owner/name"):
         assert main(["sample", name]) == 2
-        sentence = capsys.readouterr().err
-        assert sentence.startswith("error: run must be a run, a folder of `export`, or published weights, got ")
-        assert name in sentence
+        state = f"the files of {name} are not in the cache of the hub, and the hub cannot be reached."
+        remedy = "Connect to the network for the first use, and unset HF_HUB_OFFLINE."
+        assert capsys.readouterr().err == f"error: {state} {remedy}\n"

@@ -438,7 +438,7 @@ def test_float64_needs_jax_to_allow_it():
 
 
 def test_a_path_that_is_not_a_folder_cannot_be_loaded(tmp_path):
-    with pytest.raises(ValueError, match=r"must be a folder, or a repository on the hub .*, got .*absent:"):
+    with pytest.raises(ValueError, match=r"must be a folder, or NAME or OWNER/NAME on the hub, .*, got .*absent\.$"):
         GPT2.from_pretrained(tmp_path / "absent")
 
 

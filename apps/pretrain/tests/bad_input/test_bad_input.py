@@ -228,6 +228,10 @@ LINES = [
         "eval gpt2@best",
         "gpt2@best must be a checkpoint of a run, got a published name, which has one set of weights. L",
     ),
+    (
+        "eval user/näme",
+        "error: path or name must be a folder, or NAME or OWNER/NAME on the hub, of the letters a to z, ",
+    ),
     ("eval weights@best", "weights@best must be a checkpoint of a run, got a folder of `export`, which has one set of"),
     ("sample weights@1", "weights@1 must be a checkpoint of a run, got a folder of `export`, which has one set of wei"),
     ("eval run@1@1", "the name of a checkpoint must have at most one @, as RUN@STEP and RUN@best have, got run@1@1."),

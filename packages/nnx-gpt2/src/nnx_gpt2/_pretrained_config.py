@@ -134,6 +134,15 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         raise value_error("path or name", "be a folder", one_line(name), remedy) from error
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
-        constraint = "be a folder, or a repository on the hub that can be reached"
-        raise value_error("path or name", constraint, f"{one_line(name)}: {error}") from error
+    except HFValidationError as error:
+        constraint = "be a folder, or NAME or OWNER/NAME on the hub, of the letters a to z, digits, '-', '_' and '.'"
+        raise value_error("path or name", constraint, one_line(name)) from error
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"the files of {one_line(name)} are not in the cache of the hub, and the hub cannot be reached. Connect to "
+            "the network for the first use, and unset HF_HUB_OFFLINE."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"the hub has no model {one_line(name)}, or shows it to others alone. Correct the name, or set HF_TOKEN."
+        ) from error

@@ -150,9 +150,7 @@ def _published(name: str) -> TrainedModel:
     try:
         model = GPT2.from_pretrained(name)
     except ValueError as error:
-        raise UsageError(
-            f"run must be a run, a folder of `export`, or published weights, got {short(name)} ({error})"
-        ) from None
+        raise UsageError(str(error)) from None
     return TrainedModel(
         name=name,
         run=None,

@@ -143,9 +143,7 @@ def _published_model(name: str) -> GPT2Config:
     try:
         return pretrained_config(name)
     except ValueError as error:
-        raise UsageError(
-            f"init_from must be a run, a folder of `export`, or published weights, got {short(name)} ({error})"
-        ) from None
+        raise UsageError(str(error)) from None
 
 
 def _check_fork(config: PretrainConfig, parent: FoundCheckpoint) -> None:
