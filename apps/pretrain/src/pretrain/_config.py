@@ -16,6 +16,7 @@ from pretrain._errors import UsageError, short, shown
 from pretrain._field_types import MAX_FLOAT, MAX_INTEGER, check_fields
 from pretrain._suggestions import nearest_option
 from pretrain._task_names import parse_tasks
+from pretrain._tokenizer_option import check_tokenizer_name
 from ray_jax_launch import check_no_credentials, check_run_name, parse_hardware
 
 MAX_STEPS = 2**31 - 1
@@ -77,6 +78,7 @@ class PrepareConfig(PrepareOptions):
     def __post_init__(self) -> None:
         """Check every field once."""
         check_fields(self, "prepare.")
+        check_tokenizer_name(self.tokenizer)
         PrepareOptions.__post_init__(self)
         check_no_credentials("prepare.cache_path", self.cache_path)
         if self.num_processes is not None:
@@ -455,12 +457,13 @@ def replace_options(config: PretrainConfig, values: Mapping[str, Any]) -> Pretra
 
 
 def _with_fields(config: PretrainConfig, section: str, changes: Mapping[str, Any]) -> Any:
-    """Return a section with other fields. The optimizer, of another package, does not name its section in errors."""
+    """Return a section with other fields. An error of another package begins with a field, without its section."""
+    former = getattr(config, section)
     try:
-        return dataclasses.replace(getattr(config, section), **changes)
+        return dataclasses.replace(former, **changes)
     except ValueError as error:
-        name = "" if str(error).startswith(f"{section}.") else f"{section}."
-        raise UsageError(f"{name}{error}") from error
+        is_field = str(error).partition(" ")[0] in {field.name for field in fields(former)}
+        raise UsageError(f"{section}.{error}" if is_field else str(error)) from error
 
 
 def _option_names(config: PretrainConfig) -> Iterator[str]:

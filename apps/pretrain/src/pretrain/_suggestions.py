@@ -8,9 +8,9 @@ from pretrain._errors import shown
 _LIKENESS = 0.6
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str], *, likeness: float = _LIKENESS) -> str | None:
     """Return the most similar name, or None if no name is similar."""
-    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=_LIKENESS)), None)
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=likeness)), None)
 
 
 def nearest_option(name: str, names: Sequence[str]) -> str | None:

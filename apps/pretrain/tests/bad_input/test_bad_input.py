@@ -155,6 +155,19 @@ LINES = [
         "a product that divides the 8 devices of one TPU slice, got 16 and 1. Choose smaller sizes: only the data",
     ),
     ("--data book.txt --hardware tpu", "hardware"),
+    (
+        "--data book.txt --tokenizer cl100k",
+        "error: --tokenizer must be bytes, gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, or the path of a "
+        "tokenizer.json, got cl100k. Did you mean cl100k_base?\n",
+    ),
+    ("--data book.txt --tokenizer gpt4", "or the path of a tokenizer.json, got gpt4.\n"),
+    ("--data book.txt --tokenizer gpt-2", "got gpt-2. Did you mean gpt2?\n"),
+    ("--data book.txt --tokenizer ''", "or the path of a tokenizer.json, got ''.\n"),
+    ("--data book.txt --tokenizer ~nosuch/x.json", "error: ~nosuch/x.json must begin with ~ or the ~name of a us"),
+    (
+        "--data book.txt --tokenizer weights::",
+        "error: --tokenizer must name the end-of-text token after ::, got weights",
+    ),
     ("--data book.txt --hardware gpu:2", "This machine must have 2 GPUs for gpu:2, got 0. Ask for other hardware"),
     ("--data book.txt --storage-path book.txt", "must be accessible, got Not a directory."),
     ("--data book.txt --storage-path new/deep --model.vocab-size 100", "--model.vocab-size must be at least 257"),
