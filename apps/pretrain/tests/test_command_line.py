@@ -90,6 +90,7 @@ def test_a_command_has_the_values_of_its_line(line, expected):
         (["--prompts", "a", "-b", "--seed", "3"], "prompts", ("a", "-b")),
         (["--prompts", "a", "--seed", "3"], "seed", 3),
         (["--trackers"], "trackers", ()),
+        (["--train.eval-tasks", "piqa", "--train.eval-tasks=", "--seed", "3"], "train.eval_tasks", ()),
         (["--train.eval_tokens", "None"], "train.eval_tokens", None),
         (["--optimizer.learning-rate", "1"], "optimizer.learning_rate", 1.0),
         (["--text-column", "body"], "prepare.text_column", "body"),
@@ -212,7 +213,18 @@ def test_a_misspelled_option_gets_itself_as_the_suggestion(option):
             "--train.max-steps --seed 3",
             "--train.max-steps must have a value, got none. Write --train.max-steps VALUE, or --train.max-steps=VALUE.",
         ),
-        ("--seed", "--seed must have a value, got none. Write --seed VALUE, or --seed=VALUE."),
+        *(
+            (f"{line} {flag}", f"{flag} must have a value, got none. Write {flag} VALUE, or {flag}=VALUE.")
+            for line, flag in (
+                ("", "--seed"),
+                ("", "--prompts"),
+                ("", "--train.eval-tasks"),
+                ("eval run", "--tasks"),
+                ("sweep", "--grid"),
+                ("compare a b", "--against"),
+                ("blame run --step 1", "--without"),
+            )
+        ),
         (
             "--name a b",
             "arguments must be --NAME VALUE, got b without --NAME. Put quotes around a value with spaces.",

@@ -17,7 +17,8 @@ from rich.console import Console
 from pretrain import PRESETS, PretrainConfig, main
 from pretrain._command_line.arguments import build_command
 from pretrain._command_line.command_classes import SweepCommand
-from pretrain._command_line.config_file import to_arguments
+from pretrain._command_line.config_file import _words, to_arguments
+from pretrain._command_line.option_table import options_of
 from pretrain._commands import sweep
 from pretrain._commands.sweep import (
     _cluster,
@@ -217,6 +218,12 @@ def test_data_of_one_label_is_rejected(place, capsys):
 def test_the_arguments_of_a_configuration_give_it_back(preset, line):
     config = config_of([f"--preset={preset}", *line.split()])
     assert config_of(to_arguments(config)) == config
+
+
+def test_no_texts_are_an_empty_value_and_no_choices_are_no_value():
+    options = {option.name: option for option in options_of(PretrainConfig)}
+    assert _words(options["train.eval_tasks"], ()) == ["--train.eval-tasks="]
+    assert _words(options["trackers"], ()) == ["--trackers"]
 
 
 def test_texts_that_no_arguments_give_are_rejected():

@@ -148,7 +148,9 @@ def _read_values(command: str, arguments: Sequence[str]) -> dict[str, Any]:
         texts = [attached] if equals else []
         while not equals and words and not _FLAG.match(words[0]) and (option.is_tuple or not texts):
             texts.append(words.popleft())
-        if not texts and not option.is_tuple:
+        if texts == [""] and option.is_tuple and "." in option.name:  # empties what a file or another run has set
+            texts = []
+        elif not texts and not (option.is_tuple and option.choices):  # no value is no choice
             raise UsageError(f"{flag} must have a value, got none. Write {flag} VALUE, or {flag}=VALUE.")
         values[option.name] = _convert(option, flag, texts)
     return values | _place(command, unnamed)

@@ -255,6 +255,8 @@ def _words(option: Option, value: Any) -> list[str]:
     if option.type is bool:
         return [flag if value else option.off_flags[0]]
     texts = ["none"] if value is None else list(map(str, value)) if option.is_tuple else [str(value)]
+    if not texts and not option.choices:
+        return [f"{flag}="]
     if not any(text.startswith("-") for text in texts):
         return [flag, *texts]
     if len(texts) > 1:
