@@ -48,7 +48,7 @@ def test_a_name_is_that_of_a_run_before_that_of_a_folder(tmp_path, monkeypatch):
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "config.json").write_text('{"model_type": "gpt2"}')
     assert find_run("first")[0].path == tmp_path / "runs" / "first"
-    with pytest.raises(UsageError, match="must be JSON as a run writes it"):
+    with pytest.raises(UsageError, match="must be a run, got a folder of weights alone"):
         find_run("./first")
 
 

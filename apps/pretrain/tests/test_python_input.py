@@ -135,7 +135,7 @@ def found(tmp_path_factory):
         ("MeshConfig", "mesh.fsdp must be an integer, got None."),
         ("ModelConfig", "model.attention must be auto, xla, cudnn or splash, got 'x'."),
         ("PrepareConfig", "prepare.split_seed must be an integer, got '1'."),
-        ("PrepareConfig.tokenizer", "got 'gpt3'. Did you mean gpt2?"),
+        ("PrepareConfig.tokenizer", "or the path of a tokenizer.json, got gpt3."),
         ("TrainConfig", "train.max_steps must be an integer, got 1.5."),
         ("TrainConfig.bool", "train.log_every must be an integer, got True."),
         ("TrainConfig.order", "train.order must be shuffle, random, sequential or sequential-first or none, got 'x'."),

@@ -54,6 +54,11 @@ def value_error(name: str, constraint: str, got: Any, remedy: str = "") -> Value
     return ValueError(f"{one_line(name, _TEXT_CHARS)} must {constraint}, got {found}. {remedy}".rstrip())
 
 
+def state_error(sentence: str) -> ValueError:
+    """Return an error about something that is not a value, such as a network that does not answer."""
+    return ValueError(sentence)
+
+
 def require(holds: bool, name: str, constraint: str, got: Any, remedy: str = "") -> None:
     """Raise `value_error` unless the constraint holds."""
     if not holds:

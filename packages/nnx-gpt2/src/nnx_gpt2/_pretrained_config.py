@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from nnx_gpt2._errors import check_path, check_type, one_line, require, shown, value_error
+from nnx_gpt2._errors import check_path, check_type, one_line, require, shown, state_error, value_error
 from nnx_gpt2._model_config import GPT2Config
 
 CONFIG_FILE = "config.json"
@@ -138,11 +138,11 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         constraint = "be a folder, or NAME or OWNER/NAME on the hub, of the letters a to z, digits, '-', '_' and '.'"
         raise value_error("path or name", constraint, one_line(name)) from error
     except LocalEntryNotFoundError as error:
-        raise ValueError(
+        raise state_error(
             f"the files of {one_line(name)} are not in the cache of the hub, and the hub cannot be reached. Connect to "
             "the network for the first use, and unset HF_HUB_OFFLINE."
         ) from error
     except RepositoryNotFoundError as error:
-        raise ValueError(
+        raise state_error(
             f"the hub has no model {one_line(name)}, or shows it to others alone. Correct the name, or set HF_TOKEN."
         ) from error
