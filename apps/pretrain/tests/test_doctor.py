@@ -156,8 +156,9 @@ subprocess.run(["mount", "-o", "remount,size=100m", "{tmp_path}/b"], check=True)
 def test_read_only_storage(isolated, tmp_path):
     mount = f"mount --bind {tmp_path} {tmp_path}; mount -o remount,ro,bind {tmp_path}"
     for place, step in ((tmp_path, "written"), (tmp_path / "runs", "opened")):
-        storage = isolated(mount, "disks", "check_storage", f"'{place}'")[0]
-        assert storage[:2] == ("fail", f"{place} cannot be {step}: Read-only file system")
+        (storage,) = isolated(mount, "disks", "check_storage", f"'{place}'")
+        error = f"{place} cannot be {step}: Read-only file system"
+        assert storage == ("fail", error, "Give another --storage-path.")
 
 
 def test_a_disk_that_is_slow_or_small_is_marked(tmp_path, monkeypatch):

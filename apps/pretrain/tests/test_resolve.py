@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pretrain import PRESETS, PretrainConfig
-from pretrain._data import load_tokens
+from pretrain import PRESETS, PretrainConfig, main
+from pretrain._data import cache_folder, load_tokens
 from pretrain._errors import UsageError
 from pretrain._resolve.length import check_length
 from pretrain._resolve.origin import _check_fork, resolve_anneal, settings_of
@@ -165,3 +165,16 @@ def test_a_run_is_annealed_from_the_last_step_at_the_peak_rate(step: int, is_acc
     message = f"parent@{step} must be a checkpoint before the learning rate of its run falls, at most step 13, got 14"
     with contextlib.nullcontext() if is_accepted else pytest.raises(UsageError, match=message):
         _check_fork(config, parent)
+
+
+@pytest.mark.parametrize("length", ["--train.max-steps 20", "--train.max-tokens 5000"])
+def test_a_schedule_that_does_not_fit_is_rejected_before_the_text_is_tokenized(tmp_path, monkeypatch, capsys, length):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("words of a book " * 3000)
+    options = "--train.global-batch-size 8 --model.seq-len 32 --optimizer.schedule wsd --optimizer.warmup-steps 18"
+    line = f"--preset baby --data book.txt --hardware local {options} {length}"
+    assert main(line.split()) == 2
+    assert "error: optimizer.warmup_steps and decay_steps must fit into the 20 steps of the run, got 18 and " in (
+        capsys.readouterr().err
+    )
+    assert not cache_folder().exists() or not any(cache_folder().iterdir())

@@ -1,6 +1,7 @@
 """Checks of the storage of runs, of the cache and of temporary files: can they be written, how fast, how full?"""
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -29,6 +30,7 @@ _ENOUGH_BYTES = 5e9
 _SLOW_BYTES_PER_S = 20e6
 # Ray 2.60 stops to write objects to a disk that is fuller than this: its `local_fs_capacity_threshold`.
 _RAY_SHARE = 0.95
+_FULL, _FREE = (errno.ENOSPC, errno.EDQUOT), "Free some space, or give another --storage-path."
 # Objects have their times in whole seconds. S3 rejects requests of a clock that is wrong by more than 15 minutes.
 _CLOCK_S, _REJECTED_CLOCK_S = 5.0, 900.0
 
@@ -117,11 +119,11 @@ def try_out(place: str, num_bytes: int) -> dict[str, Any]:
         num_bytes: size of the file; smaller if this takes more than two seconds.
 
     Returns:
-        `done`, the last step that worked; `error`, why the next one failed, or an empty text; `write_s`, `read_s` and
+        `error`, why a step failed, or an empty text; `is_full`, whether for want of space; `write_s`, `read_s` and
         `bytes` of the file; `clock_s`, the seconds by which the clock of the storage is fast.
     """
     step, block = "opened", os.urandom(min(num_bytes, _MIB))
-    found: dict[str, Any] = {"error": ""}
+    found: dict[str, Any] = {"error": "", "is_full": False}
     name, path = f".doctor-{secrets.token_hex(4)}", as_storage_path(place)
     try:
         storage: _Place = _Folder(path) if isinstance(path, Path) else _Objects(path)
@@ -144,7 +146,7 @@ def try_out(place: str, num_bytes: int) -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 storage.close()
     except OSError as error:
-        found["error"] = f"cannot be {step}: {error.strerror or error}"
+        found |= {"error": f"cannot be {step}: {error.strerror or error}", "is_full": error.errno in _FULL}
     return found
 
 
@@ -169,8 +171,9 @@ def check_storage(place: str) -> list[Finding]:
     except ChildError as error:
         return [fail(name, str(error), "Correct --storage-path, or what is named."), *disk]
     if found["error"]:
-        remedy = "Free some space, or give another --storage-path." if is_folder else "Check the rights of the key."
-        return [fail(name, f"{place} {found['error']}", remedy), *disk]
+        remedy = "Give another --storage-path." if is_folder else "Check the rights of the key."
+        failed = fail(name, f"{place} {found['error']}", _FREE if found["is_full"] else remedy)
+        return [failed, *(disk if found["is_full"] else [])]
     speeds = {what: found["bytes"] / found[f"{what}_s"] for what in ("write", "read")}
     text = ", ".join(f"{what} {decimal_bytes(speed)}/s" for what, speed in speeds.items())
     what = f"{place} can be written, read, listed and deleted: {text}"
@@ -203,7 +206,7 @@ def _disk(path: StoragePath) -> list[Finding]:
         return [fail(name, f"{folder} cannot be used: {error.strerror}", "Give another --storage-path.")]
     if usage.free < _ENOUGH_BYTES:
         found = f"{decimal_bytes(usage.free)} free in {path}, and checkpoints of GPT-2 124M take up to 4.48 GB"
-        return [warn(name, found, "Free some space, or give another --storage-path.")]
+        return [warn(name, found, _FREE)]
     return [ok(name, f"{decimal_bytes(usage.free)} free in {path}")]
 
 

@@ -27,7 +27,7 @@ def check_open_files() -> list[Finding]:
     if most == resource.RLIM_INFINITY or most >= _OPEN_FILES:
         text = "any number" if most == resource.RLIM_INFINITY else f"{most:,}"
         return [ok("open files", f"a process may open {text}")]
-    remedy = f"Raise the limit to {_OPEN_FILES:,}: `ulimit -Hn`, or /etc/security/limits.conf."
+    remedy = f"As root, run `ulimit -n {_OPEN_FILES}`; else set nofile in /etc/security/limits.conf and log in again."
     found = f"a process may open {most:,}, and a run needs {FEWEST_OPEN_FILES} to {_OPEN_FILES:,}"
     return [(fail if most < FEWEST_OPEN_FILES else warn)("open files", found, remedy)]
 

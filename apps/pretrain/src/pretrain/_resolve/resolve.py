@@ -15,7 +15,7 @@ from pretrain._resolve.devices import check_shares, connect, data_devices, with_
 from pretrain._resolve.length import check_length, has_same_length
 from pretrain._resolve.origin import check_steps, resolve_anneal
 from pretrain._resolve.resolved_run import ResolvedRun
-from pretrain._resolve.settings import DataFacts, resolve_as_before, resolve_from_data, resolve_order
+from pretrain._resolve.settings import DataFacts, check_schedule, resolve_as_before, resolve_from_data, resolve_order
 from pretrain._run.description import (
     Origin,
     RunDescription,
@@ -44,9 +44,11 @@ def resolve_settings(
         UsageError: settings do not fit each other, or one that changes the result is not that of the run.
     """
     config = resolve_anneal(resolve_order(config), origin)
-    if stored is not None:
-        config = resolve_as_before(config, stored.config)
-        check_same_settings(stored, config, folder)
+    if stored is None:
+        check_schedule(config)
+        return config
+    config = resolve_as_before(config, stored.config)
+    check_same_settings(stored, config, folder)
     return config
 
 

@@ -84,13 +84,27 @@ def resolve_from_data(config: PretrainConfig, facts: DataFacts) -> PretrainConfi
             f"--model.vocab-size must be at least {num_ids}, the vocabulary of the tokenizer {facts.tokenizer}, got "
             f"{vocab_size}. Leave it out to take the tokenizer's."
         )
-    config = _with_train(config, max_steps=_num_steps(config, facts.num_windows))
+    max_steps = _num_steps(config, facts.num_windows)
+    _check_decay(config, max_steps)
+    return _with_train(config, max_steps=max_steps)
+
+
+def check_schedule(config: PretrainConfig) -> None:
+    """Check the number of steps, if it is known without the data, and that the schedule fits into them.
+
+    Raises:
+        UsageError: they are too many, or too few for the schedule.
+    """
+    if config.train.max_epochs is None:
+        _check_decay(config, _num_steps(config, num_windows=0))
+
+
+def _check_decay(config: PretrainConfig, max_steps: int) -> None:
     if config.optimizer.schedule == "wsd":
         try:
-            config.optimizer.wsd_decay_steps(config.train.max_steps)
+            config.optimizer.wsd_decay_steps(max_steps)
         except ValueError as error:
             raise UsageError(f"optimizer.{error}") from None
-    return config
 
 
 def _num_steps(config: PretrainConfig, num_windows: int) -> int:
