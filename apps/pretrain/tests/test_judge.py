@@ -381,6 +381,9 @@ def test_the_tasks_of_a_run_are_checked_before_it_starts(tmp_path, monkeypatch):
     write_tasks(tmp_path / "own", documents(2))
     (tmp_path / "own" / "own_choice.yaml").rename(tmp_path / "own" / "a.yaml")
     assert checked_tasks(config).train.eval_tasks == ("piqa:3", str(tmp_path / "own" / "a.yaml"))
+    (tmp_path / "own" / "documents.jsonl").rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"^train\.eval_tasks must name tasks whose .*documents\.jsonl.*Correct the"):
+        checked_tasks(config)
     with pytest.raises(UsageError, match=r"^train\.eval_tasks must name tasks of lm-eval.*, got pika\. Did you mean"):
         checked_tasks(config.with_options({"train.eval_tasks": ["pika"]}))
     with pytest.raises(UsageError, match=r"^train\.eval_tasks must be names such as piqa"):

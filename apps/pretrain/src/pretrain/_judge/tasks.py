@@ -111,7 +111,7 @@ def read_tasks(requested: Sequence[RequestedTask], *, option: str) -> None:
     """Check that tasks exist, and read those of files with their data.
 
     Raises:
-        OSError: data could not be read.
+        OSError: data could not be read, such as from a hub that does not answer.
         UsageError: there is no such task, or its file is wrong, or does not fit its data.
     """
     with _reading(requested, option) as known:
@@ -120,9 +120,9 @@ def read_tasks(requested: Sequence[RequestedTask], *, option: str) -> None:
             try:
                 if task.is_path:
                     known.manager.load(names)
-            except OSError:
-                raise
             except _UNREADABLE as error:
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                    raise
                 raise _unreadable(task, names, known, option, error) from error
 
 
