@@ -145,7 +145,7 @@ def table(target: str, found: dict[str, Any], rows: list[Row]) -> str:
         f"# Memory of a train step, from the compiler of {target.upper()}s",
         "",
         "GiB on each device; two microbatches of the given windows; AdamW, and for `speedrun` Muon. Compiled without "
-        f"the devices, on {found['hardware']}; {found['date']}; {found['versions']}",
+        f"the devices and without the workers' flags, on {found['hardware']}; {found['date']}; {found['versions']}",
         "",
         "| preset | devices | mesh | windows | state | temporary | sum | memory | fits | compiled in s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -359,7 +359,7 @@ def test_an_exported_folder_is_a_model_in_every_command(exported, model, tmp_pat
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
 
 
-def test_the_tasks_of_a_run_are_checked_before_it_starts(tmp_path, monkeypatch):
+def test_the_tasks_of_a_run_are_checked_before_it_starts(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     config = PRESETS["quickstart"]().with_options({"train.eval_tasks": ["piqa:3", "own/a.yaml"]})
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -384,6 +384,13 @@ def test_the_tasks_of_a_run_are_checked_before_it_starts(tmp_path, monkeypatch):
     (tmp_path / "own" / "documents.jsonl").rename(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match=r"^train\.eval_tasks must name tasks whose .*documents\.jsonl.*Correct the"):
         checked_tasks(config)
+    # A hub that does not answer now may answer when the scores are wanted.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    text = (tmp_path / "own" / "a.yaml").read_text()
+    text = re.sub("^dataset_kwargs:\n(  .*\n)+", "", text, flags=re.MULTILINE)
+    (tmp_path / "own" / "a.yaml").write_text(text.replace("dataset_path: json", "dataset_path: no/such"))
+    assert len(checked_tasks(config).train.eval_tasks) == 2
+    assert re.match(r"train\.eval_tasks could not be checked: .*no/such.* on the Hub", caplog.messages[-1])
     with pytest.raises(UsageError, match=r"^train\.eval_tasks must name tasks of lm-eval.*, got pika\. Did you mean"):
         checked_tasks(config.with_options({"train.eval_tasks": ["pika"]}))
     with pytest.raises(UsageError, match=r"^train\.eval_tasks must be names such as piqa"):

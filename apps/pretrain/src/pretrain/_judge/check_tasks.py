@@ -22,7 +22,9 @@ def check_tasks(texts: Sequence[str], *, option: str) -> None:
         UsageError: there is no such task, or its file is wrong, or does not fit its data.
     """
     command = [sys.executable, "-P", "-m", __name__, option, *texts]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+    )
     if done.returncode == 2:
         raise UsageError(done.stdout.strip())
     if done.returncode or done.stdout:

@@ -12,6 +12,7 @@ from nnx_gpt2 import GPT2, generate, make_mesh, make_score_step, merge, put_batc
 from pretrain._judge.row_batches import Batch, Row, batches
 
 # About as many tokens as a device computes in the time in which it compiles a program: 1 to 2 s for gpt2 on two cores.
+# The number of accelerators is an estimate from their peak rates.
 _PROGRAM_TOKENS = {"cpu": 1 << 11}
 _PROGRAM_TOKENS_OF_ACCELERATORS = 1 << 23
 # Lengths of rows are multiples of it. The splash kernel of TPUs needs the larger one.

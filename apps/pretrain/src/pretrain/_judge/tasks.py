@@ -121,7 +121,7 @@ def read_tasks(requested: Sequence[RequestedTask], *, option: str) -> None:
                 if task.is_path:
                     known.manager.load(names)
             except _UNREADABLE as error:
-                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                if _is_of_network(error):
                     raise
                 raise _unreadable(task, names, known, option, error) from error
 
@@ -225,6 +225,11 @@ def _load(task: RequestedTask, known: _Known, option: str) -> Any:
         raise _unreadable(task, names, known, option, error) from error
 
 
+def _is_of_network(error: BaseException) -> bool:
+    """Return whether data could not be read, though it may exist, such as that of a hub that does not answer."""
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+
+
 def _unreadable(
     task: RequestedTask, names: Sequence[str], known: _Known, option: str, error: BaseException
 ) -> UsageError:
@@ -237,7 +242,7 @@ def _unreadable(
     of = f" (data {data})" if data else ""
     remedy = (
         "Correct the file; lm-eval's docs/new_task_guide.md has its form."
-        if task.is_path
+        if task.is_path and not _is_of_network(error)
         else "Connect to the network for its first use: the data then stays in the cache of `datasets`, which HF_HOME "
         "may name."
     )
