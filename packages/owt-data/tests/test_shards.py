@@ -183,6 +183,22 @@ def test_each_worker_has_two_shards_ahead_of_the_reader(documents: Documents, tm
     assert late.num_submitted == 2 + 2 * 3 + 2
 
 
+def request_of(folder: Path, sizes: dict[str, int], limit_rows: int | None = None) -> Request:
+    """A preparation of texts of these sizes."""
+    for name, size in sizes.items():
+        path = folder / f"{name}.txt"
+        path.touch()
+        os.truncate(path, size)  # it takes no space
+    return Request(
+        staging=folder,
+        out=folder / "out",
+        name="texts",
+        digest="0" * 64,
+        splits={name: find_source(str(folder / f"{name}.txt")) for name in sizes},
+        options=PrepareOptions(tokenizer="bytes", limit_rows=limit_rows),
+    )
+
+
 @pytest.mark.parametrize(
     ("sizes", "limit_rows", "shard_bytes"),
     [
@@ -197,21 +213,20 @@ def test_shards_are_a_128th_of_the_text_within_bounds(
     sizes: list[int], limit_rows: int | None, shard_bytes: int, tmp_path: Path
 ) -> None:
     names = ["all"] if len(sizes) == 1 else ["train", "val"]
-    for name, size in zip(names, sizes, strict=True):
-        path = tmp_path / f"{name}.txt"
-        path.touch()
-        os.truncate(path, size)  # it takes no space
-    request = Request(
-        staging=tmp_path,
-        out=tmp_path / "out",
-        name="texts",
-        digest="0" * 64,
-        splits={name: find_source(str(tmp_path / f"{name}.txt")) for name in names},
-        options=PrepareOptions(tokenizer="bytes", limit_rows=limit_rows),
-    )
+    request = request_of(tmp_path, dict(zip(names, sizes, strict=True)), limit_rows)
     documents = open_documents(request, None, "1" * 64)
     plan = write_plan(request, documents, "1" * 64)
     assert plan.part_bytes == shard_bytes
     assert plan.num_bytes == (None if limit_rows else sum(sizes))
     assert (plan.source, plan.source_sha256, plan.tokenizer_sha256) == ("texts", "0" * 64, "1" * 64)
     assert documents.keys() == set(names)
+
+
+@pytest.mark.parametrize("unknown", ["train", "val"])
+def test_the_text_has_no_size_if_one_split_has_none(unknown: str, tmp_path: Path, monkeypatch) -> None:
+    """The hub does not know the size of each dataset."""
+    request = request_of(tmp_path, {"train": 300_000, "val": 400_000})
+    documents = open_documents(request, None, "1" * 64)
+    monkeypatch.setattr(documents[unknown], "num_bytes", lambda: None)
+    plan = write_plan(request, documents, "1" * 64)
+    assert (plan.num_bytes, plan.part_bytes) == (None, 1 << 24)
