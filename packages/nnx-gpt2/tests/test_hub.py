@@ -25,9 +25,9 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Server of one repository, org/tiny, with two revisions, that records the requested files."""
+    """Server of one repository, org/tiny, with two revisions, that records the requested files and their commits."""
 
-    requested: set[str]
+    requested: set[tuple[str, str]]
 
     def do_GET(self):
         _, *parts = self.path.split("?")[0].split("/")
@@ -41,7 +41,7 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
         elif parts[:3] == ["org", "tiny", "resolve"] and parts[4] in FILES[parts[3]]:
             _, _, _, commit, name = parts
-            self.requested.add(name)
+            self.requested.add((commit, name))
             self.answer(200, FILES[commit][name], {"ETag": f'"{name}"', "X-Repo-Commit": commit})
         else:
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
@@ -58,6 +58,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def log_message(self, format, *args):
         pass
+
+
+def files_of(commit):
+    """The files of a commit that hold the model."""
+    return {(commit, name) for name in FILES[commit].keys() - PICKLE.keys()}
 
 
 @pytest.fixture
@@ -88,7 +93,7 @@ def load(name, endpoint, cache, revision=None):
 @pytest.mark.parametrize(("revision", "downloaded"), [(None, "main"), ("indexed", "indexed")])
 def test_a_revision_is_downloaded_without_its_pickles(hub, tmp_path, revision, downloaded):
     assert load("org/tiny", hub, tmp_path, revision).startswith("GPT2Config(vocab_size=")
-    assert Hub.requested == FILES[COMMITS[downloaded]].keys() - PICKLE.keys()
+    assert Hub.requested == files_of(COMMITS[downloaded])
 
 
 @pytest.mark.parametrize("revision", [None, "indexed"])
@@ -101,10 +106,10 @@ def test_the_config_alone_is_downloaded_without_jax(hub, tmp_path, revision):
     environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "9 False\n"
-    assert Hub.requested == {"config.json"}
+    assert Hub.requested == {(COMMITS[revision or "main"], "config.json")}
     # The rest follows into the same cache.
     assert load("org/tiny", hub, tmp_path, revision).startswith("GPT2Config(vocab_size=")
-    assert Hub.requested == FILES[COMMITS[revision or "main"]].keys() - PICKLE.keys()
+    assert Hub.requested == files_of(COMMITS[revision or "main"])
 
 
 def test_an_unknown_name_is_rejected(hub, tmp_path):

@@ -151,6 +151,12 @@ def test_the_blocks_of_large_arrays_are_fixed():
     assert tensor_digests({"c": large})["c"].startswith("54073a1d597f237a")
 
 
+def test_an_error_in_a_thread_is_raised():
+    """No digest, or that of zeros, would hide it."""
+    with pytest.raises(TypeError):
+        tensor_digests({"good": np.arange(5), "bad": np.array([None, 1], object)})
+
+
 def test_processes_share_the_work_and_agree():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
