@@ -249,16 +249,16 @@ def test_the_measured_time_and_price_are_those_of_all_steps(monkeypatch):
     assert found["measured_price"] == pytest.approx(0.3)
     monkeypatch.undo()
 
-    now, taken = [0.0], [9.0, 8.0, 7.0, 900.0, *[0.5, 0.25] * 9, 0.25]
-    batches = []
+    now, taken, batches, waits = [0.0], [], [], []
 
     def step(state, windows, key):
-        now[0] += taken.pop(0)
         batches.append(windows)
         return state, {"loss": np.zeros(()).view(SimpleArray)}
 
     class SimpleArray(np.ndarray):
         def block_until_ready(self):
+            now[0] += taken.pop(0)
+            waits.append(len(batches))
             return self
 
     monkeypatch.setattr(plan_run, "train_step_of", lambda *_: step)
@@ -269,6 +269,8 @@ def test_the_measured_time_and_price_are_those_of_all_steps(monkeypatch):
         config = PRESETS["quickstart"]().with_options({"model.vocab_size": vocab_size, "model.seq_len": 5})
         assert _measured_step_s(config, make_mesh()) == (0.25 + 0.5) / 2
         assert (taken, batches[-1].dtype, batches[-1].shape) == ([], dtype, (16, 6))
+        assert waits == [*range(2, 24), 23]  # one step ahead
+        batches.clear(), waits.clear()
 
 
 @pytest.mark.parametrize(

@@ -399,7 +399,7 @@ def test_items_that_are_not_trees_of_numbers_are_rejected(place, items, message)
         checkpoints.save(1, items, metadata={})
 
 
-@pytest.mark.parametrize("metadata", [{1: 2}, {"a": [{"b": {None: 1}}]}])
+@pytest.mark.parametrize("metadata", [{1: 2}, {"a": [{"b": {None: 1}}]}, {"a": ({1: 2},)}])
 def test_metadata_whose_keys_would_change_are_rejected(place, metadata):
     with Checkpoints(place) as checkpoints, pytest.raises(LaunchError, match=r"not \(a key that is no text\)\.$"):
         checkpoints.save(1, {"params": {"w": jnp.ones(2)}}, metadata=metadata)

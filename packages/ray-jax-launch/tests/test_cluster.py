@@ -92,11 +92,14 @@ def test_only_a_slow_start_is_tried_again_and_a_second_one_takes_no_more_descrip
     starts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, error: str, num_starts: int
 ) -> None:
     monkeypatch.setenv("RAY_FAILS", error)
+    monkeypatch.setattr(cluster_module, "lacks_dashboard", lambda: False)
     descriptors = []
-    for _ in range(2):
+    for dashboard in (False, True):
         with pytest.raises(LaunchError):
-            connect(cpu(3), dashboard=False)
-        assert [start["num_cpus"] >= 5 for start in starts] == [True] * num_starts
+            connect(cpu(3), dashboard=dashboard)
+        assert [(start["num_cpus"] >= 5, start["include_dashboard"]) for start in starts] == [
+            (True, dashboard)
+        ] * num_starts
         starts.clear()
         descriptors.append(num_descriptors())
     assert len({*descriptors}) == 1
@@ -272,7 +275,15 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_a_token_is_made_once_and_closed_to_others_again(home: Path) -> None:
+def test_a_token_is_made_once_and_closed_to_others_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / ".ray").mkdir(mode=0o755)
+    link = os.link
+
+    def closed_link(new: Path, path: Path) -> None:
+        assert (mode(new), len(new.read_text())) == (0o600, 64)
+        link(new, path)
+
+    monkeypatch.setattr(os, "link", closed_link)
     protect_token()
     path = home / ".ray" / "auth_token"
     token = path.read_text()

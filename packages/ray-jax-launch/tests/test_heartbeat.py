@@ -1,5 +1,6 @@
 """The progress that a worker tells the watchdog, with real times and with a clock of the test."""
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from ray_jax_launch._control import heartbeat as heartbeat_module
 from ray_jax_launch._control.control_actor import LocalControl
 from ray_jax_launch._control.heartbeat import Heartbeat
+from ray_jax_launch._control.watchdog import Beat
 
 
 def test_the_time_of_other_work_is_not_that_of_a_step():
@@ -140,6 +142,30 @@ def test_the_first_step_and_the_end_are_told_at_once_and_other_work_soon(
     assert calls[-1] == "now"
     beat = control._actor._watchdog._workers[0].beat
     assert (beat.has_ended, beat.step, beat.num_computed) == (True, 2, 2)
+
+
+def test_no_earlier_beat_arrives_after_that_of_the_end(clock: SimpleNamespace) -> None:
+    sent: list[bool] = []
+    is_read, may_send = threading.Event(), threading.Event()
+
+    def beat(group: str, size: int, rank: int, beat: Beat, handle: Any) -> None:
+        if not beat.has_ended:
+            is_read.set()
+            assert may_send.wait(60)
+        sent.append(beat.has_ended)
+
+    control: Any = SimpleNamespace(beat=SimpleNamespace(remote=beat))
+    heartbeat = Heartbeat(control, "group", 1, 0)
+    sender = threading.Thread(target=heartbeat._beat)
+    sender.start()
+    assert is_read.wait(60)
+    end = threading.Thread(target=heartbeat.end)
+    end.start()
+    end.join(0.1)  # it waits for the beat that is being sent
+    may_send.set()
+    for thread in (sender, end):
+        thread.join(60)
+    assert sent == [False, True]
 
 
 def test_a_worker_of_a_large_group_has_its_own_turns_and_tells_who_it_is(

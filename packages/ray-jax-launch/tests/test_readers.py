@@ -22,6 +22,7 @@ from ray_jax_launch import (
 )
 from ray_jax_launch._checkpoint import checkpoints as checkpoints_module
 from ray_jax_launch._checkpoint.folder_store import FolderStore
+from ray_jax_launch._checkpoint.object_store import ObjectStore
 
 WRITER = """
 import sys, time
@@ -101,9 +102,23 @@ def test_a_reader_gives_up_when_five_checkpoints_were_deleted_under_it(tmp_path,
             assert (found.step, found.metadata) == (num_deleted + 1, {"step": num_deleted + 1})
 
 
-def test_checkpoints_that_a_run_deletes_are_not_damaged(place, writer, caplog):
-    steps = [intact_step(place) or 0 for _ in range(20)]
-    assert steps == sorted(steps)
+def test_a_checkpoint_that_the_run_deletes_while_it_is_checked_is_not_damaged(place, monkeypatch, caplog):
+    store = ObjectStore if "://" in str(place) else FolderStore
+    find_damage, checked = store.find_damage, []
+    with Checkpoints(place, num_to_keep=1) as checkpoints:
+        checkpoints.save(1, {"params": LIKE}, metadata={})
+        checkpoints.wait()
+
+        def find_damage_later(self, step):
+            checked.append(step)
+            if step == 1:
+                checkpoints.save(2, {"params": LIKE}, metadata={})
+                checkpoints.wait()
+            return find_damage(self, step)
+
+        monkeypatch.setattr(store, "find_damage", find_damage_later)
+        assert intact_step(place) == 2
+    assert checked == [1, 2]
     assert not [record for record in caplog.records if "damaged" in record.message]
 
 

@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -217,13 +218,21 @@ def _measured_step_s(config: PretrainConfig, mesh: jax.sharding.Mesh) -> float:
     assert model.vocab_size is not None, "it is resolved"
     dtype = np.uint16 if model.vocab_size <= 2**16 else np.uint32
     windows = np.random.default_rng(0).integers(0, model.vocab_size, shape, dtype)
-    times_s: list[float] = []
+    ends_s: list[float] = []
+    running = None
     for _ in range(_NUM_WARM_STEPS + _NUM_MEASURED_STEPS):
-        began_s = time.perf_counter()
         state, metrics = step(state, put_batch(windows, mesh), key)
-        metrics["loss"].block_until_ready()
-        times_s.append(time.perf_counter() - began_s)
-    return statistics.median(times_s[_NUM_WARM_STEPS:])
+        if running is not None:
+            ends_s.append(_end_of(running))
+        running = metrics["loss"]  # as in a run, the next step is dispatched meanwhile
+    ends_s.append(_end_of(running))
+    return statistics.median(end_s - begin_s for begin_s, end_s in pairwise(ends_s[_NUM_WARM_STEPS - 1 :]))
+
+
+def _end_of(loss: Any) -> float:
+    """Wait for a step, and return the time."""
+    loss.block_until_ready()
+    return time.perf_counter()
 
 
 def _peak(config: PretrainConfig, device: Any) -> float | None:
