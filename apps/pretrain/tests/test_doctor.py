@@ -22,7 +22,7 @@ from pretrain import main
 from pretrain._doctor import accelerators, downloads, machine_limits
 from pretrain._doctor.accelerators import check_driver, check_jax
 from pretrain._doctor.child import ChildError, call_in_child, run_program
-from pretrain._doctor.disks import _clock, check_cache, check_storage, check_temporary_files
+from pretrain._doctor.disks import _clock, check_cache, check_storage, check_temporary_files, try_out
 from pretrain._doctor.downloads import check_data, check_tokenizer
 from pretrain._doctor.examine import Check, run_checks
 from pretrain._doctor.finding import ok
@@ -159,6 +159,17 @@ def test_read_only_storage(isolated, tmp_path):
         (storage,) = isolated(mount, "disks", "check_storage", f"'{place}'")
         error = f"{place} cannot be {step}: Read-only file system"
         assert storage == ("fail", error, "Give another --storage-path.")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="posix_fadvise is of Linux")
+def test_the_file_is_on_the_disk_before_it_leaves_the_memory_to_be_read(tmp_path, monkeypatch):
+    """Linux keeps what is not yet on the disk."""
+    calls = []
+    for name in ("fsync", "posix_fadvise"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, call=call: (calls.append(name), call(*args)))
+    assert try_out(str(tmp_path), 4096)["bytes"] == 4096
+    assert calls == ["fsync", "posix_fadvise"]
 
 
 def test_a_disk_that_is_slow_or_small_is_marked(tmp_path, monkeypatch):

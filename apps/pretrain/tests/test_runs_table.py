@@ -256,6 +256,12 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row(sweep):
     assert (first["seeds"], first["max_steps"]) == ([1, 2, 3], 1500)
     assert second["options"] == {"optimizer.learning_rate": 0.01}
     assert second["val_loss_std"] == 0.5
+    # The newest run has the lowest seed.
+    add_run(sweep, "quickstart-x-lr0.01-seed0", 0)
+    (line,) = table(sweep, "q*", group_by="seed", as_json=True)
+    _, second = json.loads(" ".join(line))
+    assert second["seeds"] == [0, 1, 2, 3]
+    assert second["runs"] == [f"quickstart-x-lr0.01-seed{seed}" for seed in second["seeds"]]
 
 
 def test_the_mean_of_losses_on_a_part_of_the_tokens_is_marked_as_each_of_them(sweep):

@@ -276,6 +276,13 @@ WORKER, OF_COMMAND = (PlannedKill(step=20, delay_s=0.0, is_of_command=of) for of
             [("a worker", "new workers", 10), ("the command", "the same command", 20)],
             2,
         ),
+        (
+            [OF_COMMAND, WORKER],
+            [None, None, -9, None, None, None, 0],
+            [1, 1, 1, 2, 2, 2, 3],
+            [("the command", "the same command", 10), ("a worker", "new workers", 20)],
+            2,
+        ),
         # It fails without a kill, or again after one.
         ([], [None, 1], [1], None, 1),
         ([WORKER], [None, 1, 1], [1], None, 2),

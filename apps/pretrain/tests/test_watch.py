@@ -170,17 +170,19 @@ def test_a_restarted_run_shows_the_repeated_steps(folder):
 
 def test_a_run_that_cannot_be_read_for_a_while_is_read_later(folder):
     def fail():
+        phase(folder, "stopped", 4, 10)
         folder.metrics.mkdir()
         return 5
 
     def recover():
         folder.metrics.rmdir()
-        record(folder, 10, 8, loss=3.0)
+        record(folder, 10, 4, loss=3.0)
         return 10
 
-    _, lines = watched(folder, fail, recover)
+    code, lines = watched(folder, fail, recover)
     assert lines[2].startswith(f"{folder} cannot be read, the next attempt follows: [Errno 21] Is a directory")
-    assert lines[3:] == ["step   10/1500  loss 3.0000"]
+    stopped = "the run is stopped at step 10: run the same command again to continue"
+    assert (code, lines[3:]) == (0, ["step   10/1500  loss 3.0000", stopped])
 
 
 def test_a_change_that_could_not_be_read_is_read_later_without_another_change(folder, monkeypatch):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from datetime import UTC
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import platformdirs
 
@@ -33,17 +33,6 @@ _RAY_SHARE = 0.95
 _FULL, _FREE = (errno.ENOSPC, errno.EDQUOT), "Free some space, or give another --storage-path."
 # Objects have their times in whole seconds. S3 rejects requests of a clock that is wrong by more than 15 minutes.
 _CLOCK_S, _REJECTED_CLOCK_S = 5.0, 900.0
-
-
-class _Place(Protocol):
-    """A folder, here or in object storage."""
-
-    def write(self, name: str, blocks: Iterable[bytes]) -> None: ...
-    def read(self, name: str) -> int: ...
-    def names(self) -> list[str]: ...
-    def time_s(self, name: str) -> float: ...
-    def delete(self, name: str) -> None: ...
-    def close(self) -> None: ...
 
 
 class _Folder:
@@ -126,7 +115,7 @@ def try_out(place: str, num_bytes: int) -> dict[str, Any]:
     found: dict[str, Any] = {"error": "", "is_full": False}
     name, path = f".doctor-{secrets.token_hex(4)}", as_storage_path(place)
     try:
-        storage: _Place = _Folder(path) if isinstance(path, Path) else _Objects(path)
+        storage = _Folder(path) if isinstance(path, Path) else _Objects(path)
         try:
             step, before_s, began_s = "written", time.time(), time.perf_counter()
             storage.write(name, _blocks(block, num_bytes, began_s + _WRITE_FOR_S))
