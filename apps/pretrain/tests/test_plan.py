@@ -270,7 +270,8 @@ def test_the_measured_time_and_price_are_those_of_all_steps(monkeypatch):
         assert _measured_step_s(config, make_mesh()) == (0.25 + 0.5) / 2
         assert (taken, batches[-1].dtype, batches[-1].shape) == ([], dtype, (16, 6))
         assert waits == [*range(2, 24), 23]  # one step ahead
-        batches.clear(), waits.clear()
+        batches.clear()
+        waits.clear()
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def _measured_step_s(config: PretrainConfig, mesh: jax.sharding.Mesh) -> float:
         state, metrics = step(state, put_batch(windows, mesh), key)
         if running is not None:
             ends_s.append(_end_of(running))
-        running = metrics["loss"]  # as in a run, the next step is dispatched meanwhile
+        running = metrics["loss"]  # as in a run, the next step is dispatched before this one ends
     ends_s.append(_end_of(running))
     return statistics.median(end_s - begin_s for begin_s, end_s in pairwise(ends_s[_NUM_WARM_STEPS - 1 :]))
 
