@@ -311,9 +311,8 @@ def test_absent_devices_are_those_of_the_smallest_group_with_what_jax_takes_of_t
     monkeypatch.setattr(target_devices, "absent_devices", lambda name: asked.append(name) or jax.devices())
     found = find_target(parse_hardware(hardware), only_here=False)
     assert (asked, found.facts) == ([name], None)
-    # The compiler of TPUs checks the memory itself.
-    expected = None if name.startswith("tpu") else int(gpu_memory_share() * device_facts(name).memory_bytes)
-    assert found.usable_bytes == expected
+    share = 1 if name.startswith("tpu") else gpu_memory_share()
+    assert found.usable_bytes == int(share * device_facts(name).memory_bytes)
     assert gpu_memory_share() < 1
     has_flags = os.environ["LIBTPU_INIT_ARGS"].startswith("--xla_enable_async_all_reduce=true")
     assert (has_flags, os.environ["LIBTPU_INIT_ARGS"][-7:]) == (name.startswith("tpu"), "--own=1")

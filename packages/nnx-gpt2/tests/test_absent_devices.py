@@ -29,6 +29,13 @@ def test_a_device_that_is_not_here_is_known_from_its_data_sheet(name, platform, 
     assert has_bfloat16(facts) == (not name.endswith("t4"))
 
 
+@pytest.mark.parametrize("name", ["gpu:0:h100", "gpu:0x8:h100", "gpu:2x0:h100", "tpu:v6e:0x4", "tpu:v5p:2x2x0"])
+def test_no_devices_are_rejected(name):
+    for call in (device_facts, absent_devices):
+        with pytest.raises(ValueError, match=r"^devices must be tpu:TYPE:TOPOLOGY .*, got '"):
+            call(name)
+
+
 def test_xla_does_not_time_kernels_on_a_gpu_that_is_not_here():
     options = [compiler_options(SimpleNamespace(platform=platform)) for platform in ("gpu", "tpu", "cpu")]
     assert options == [{"xla_gpu_autotune_level": 0}, None, None]

@@ -17,7 +17,7 @@ from nnx_gpt2._errors import check_type, require, shown
 
 _TPUS = {"v5e": ("TPU v5 lite", 16), "v5p": ("TPU v5", 95), "v6e": ("TPU v6 lite", 32)}
 """Name in jax, and GiB of memory (https://cloud.google.com/tpu/docs/system-architecture-tpu-vm)."""
-_TPU = rf"tpu:({'|'.join(_TPUS)}):(\d{{1,3}}(?:x\d{{1,3}}){{1,2}})"
+_TPU = rf"tpu:({'|'.join(_TPUS)}):([1-9]\d{{0,2}}(?:x[1-9]\d{{0,2}}){{1,2}})"
 # What libtpu would ask the metadata server of a TPU's host.
 _TPU_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
 
@@ -83,7 +83,7 @@ _GPUS = {
         memory_bytes=191_514_411_008, bandwidth=7_672_320_000_000, cache_bytes=132_644_864,
     ),
 }  # fmt: skip
-_GPU = rf"gpu:(?:(\d{{1,5}})x)?(\d{{1,5}}):({'|'.join(_GPUS)})"
+_GPU = rf"gpu:(?:([1-9]\d{{0,4}})x)?([1-9]\d{{0,4}}):({'|'.join(_GPUS)})"
 
 
 def absent_devices(name: str) -> list[Any]:

@@ -34,7 +34,7 @@ class Target:
     devices: list[Any]
     """The devices, here or absent."""
     usable_bytes: int | None
-    """Memory of each device that jax can use; None if the compiler checks it."""
+    """Memory of each device that jax can use; None if it is not known. The compiler of TPUs keeps a part of it."""
     facts: DeviceFacts | None = None
     """The facts about a device whose compiler is not installed; None if it is."""
 
@@ -88,7 +88,7 @@ def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
         devices = absent_devices(name)
     except ValueError as error:
         raise UsageError(f"--hardware {hardware}: {error}") from error
-    return Target(devices=devices, usable_bytes=None if is_tpu else usable_bytes)
+    return Target(devices=devices, usable_bytes=usable_bytes)
 
 
 def missing_compiler(target: Target) -> str:
