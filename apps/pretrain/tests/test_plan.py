@@ -422,12 +422,16 @@ def test_times_are_shown_in_their_unit(hours, shown):
     assert lines["price"] == f"{hours[0]:.2f} to {hours[1]:.2f}, at 50% to 30% of the peak"
 
 
-def test_a_microbatch_of_one_cannot_be_smaller(capsys, monkeypatch):
-    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: 1000)
+@pytest.mark.parametrize(
+    ("memory_bytes", "remedy"),
+    [(1000, "--mesh.fsdp, or a smaller model."), (None, "--mesh.fsdp, --model.remat full, or a smaller model.")],
+)
+def test_only_what_can_be_smaller_is_advised(memory_bytes, remedy, capsys, monkeypatch, plain):
+    """The state is too large by itself, or fits by itself."""
+    limit = memory_bytes or plain[1]["state_bytes"] + 1000
+    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: limit)
     assert main(["plan", *TINY, *STEPS, "--train.global-batch-size", "2", "--train.micro-batch-size", "1"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "It does not fit. Take more devices with --mesh.fsdp, --model.remat full, or a smaller model."
-    )
+    assert capsys.readouterr().out.splitlines()[-1] == f"It does not fit. Take more devices with {remedy}"
 
 
 def test_a_price_without_a_known_peak_is_unknown(capsys):
@@ -534,7 +538,9 @@ def test_without_the_compiler_a_state_that_is_too_large_does_not_fit(capsys):
     assert main(options) == 1
     shown = capsys.readouterr().out
     assert "of 13.3 GiB on each device, for the state alone\n" in shown
-    assert "It does not fit. Take more devices" in shown
+    assert "It does not fit. Take more devices with --mesh.fsdp, or a smaller model." in shown
+    assert main([*options, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["reason"].startswith("the state needs ")
 
 
 @pytest.mark.usefixtures("without_compilers")

@@ -321,7 +321,8 @@ def _reason(target: Target, memory: MemoryEstimate | None, rejection: str) -> st
     if memory is None:
         return rejection
     if not target.has(memory):
-        return f"the step needs {memory.peak_bytes} bytes on each device, which has {target.usable_bytes}"
+        what = "step" if target.facts is None else "state"
+        return f"the {what} needs {memory.peak_bytes} bytes on each device, which has {target.usable_bytes}"
     return "" if target.facts is None else missing_compiler(target)
 
 

@@ -49,7 +49,7 @@ class Plan:
     temporary_bytes: int | None
     """None if the compiler rejected the step, or is not there."""
     usable_bytes: int | None
-    """Memory that jax can use; None if the compiler checks it."""
+    """Memory that jax can use; None if it is not known."""
     fits: bool | None
     """None if only the compiler of the devices can tell."""
     reason: str
@@ -118,6 +118,8 @@ def _epochs(found: Plan) -> str:
 
 
 def _remedy(found: Plan) -> str:
+    if found.state_bytes and found.usable_bytes and found.state_bytes > found.usable_bytes:
+        return "Take more devices with --mesh.fsdp, or a smaller model."
     smaller = ", a smaller --train.micro-batch-size" if found.micro_batch_size > 1 else ""
     return f"Take more devices with --mesh.fsdp, --model.remat full{smaller}, or a smaller model."
 
