@@ -408,7 +408,7 @@ def test_times_are_shown_in_their_unit(hours, shown):
         device="H100", num_devices=8, mesh={"data": 8}, worker_counts=(), num_parameters=1, tokens_per_step=1,
         num_steps=100, num_tokens=1, epochs=1.0, source_epochs={}, micro_batch_size=1, grad_accum_steps=1, flops=1.0,
         tokens_bytes=20_000_000,
-        checkpoints_bytes=3_000_000_000, logs_bytes=4000, state_bytes=1, temporary_bytes=1, usable_bytes=None,
+        checkpoints_bytes=3_000_000_000, logs_bytes=4000, state_bytes=1, temporary_bytes=1, usable_bytes=3 << 20,
         fits=True, reason="", hours=hours, price_per_hour=1.0, price=hours, measured_step_s=1.5,
         measured_hours=150 / 3600, measured_price=150 / 3600,
     )  # fmt: skip
@@ -417,7 +417,7 @@ def test_times_are_shown_in_their_unit(hours, shown):
     lines = dict(line.split(maxsplit=1) for line in out.getvalue().splitlines())
     assert lines["time"].startswith(shown)
     assert lines["measured"] == "1,500.0 ms a step here: 2.50 minutes, price 0.04"
-    assert lines["memory"] == "0.00 MiB on each device, by its compiler: state 0.00, temporary 0.00"
+    assert lines["memory"] == "0.00 of 3.0 MiB on each device, by its compiler: state 0.00, temporary 0.00"
     assert lines["disk"] == "tokens 20.00 MB, checkpoints 3.00 GB at most, logs 4 kB"
     assert lines["price"] == f"{hours[0]:.2f} to {hours[1]:.2f}, at 50% to 30% of the peak"
 

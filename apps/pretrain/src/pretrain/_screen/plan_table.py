@@ -48,8 +48,8 @@ class Plan:
     state_bytes: int | None
     temporary_bytes: int | None
     """None if the compiler rejected the step, or is not there."""
-    usable_bytes: int | None
-    """Memory that jax can use; None if it is not known."""
+    usable_bytes: int
+    """Memory that jax can use."""
     fits: bool | None
     """None if only the compiler of the devices can tell."""
     reason: str
@@ -118,7 +118,7 @@ def _epochs(found: Plan) -> str:
 
 
 def _remedy(found: Plan) -> str:
-    if found.state_bytes and found.usable_bytes and found.state_bytes > found.usable_bytes:
+    if found.state_bytes is not None and found.state_bytes > found.usable_bytes:
         return "Take more devices with --mesh.fsdp, or a smaller model."
     smaller = ", a smaller --train.micro-batch-size" if found.micro_batch_size > 1 else ""
     return f"Take more devices with --mesh.fsdp, --model.remat full{smaller}, or a smaller model."
@@ -129,7 +129,7 @@ def _memory(found: Plan) -> str:
         return f"the compiler rejects the step: {found.reason}"
     needed_bytes = found.state_bytes + (found.temporary_bytes or 0)
     size, unit = (_GIB, "GiB") if needed_bytes > _GIB / 10 else (_MIB, "MiB")
-    limit = "" if found.usable_bytes is None else f" of {found.usable_bytes / size:,.1f}"
+    limit = f" of {found.usable_bytes / size:,.1f}"
     if found.temporary_bytes is None:
         return f"at least {needed_bytes / size:,.2f}{limit} {unit} on each device, for the state alone"
     parts = f"state {found.state_bytes / size:,.2f}, temporary {found.temporary_bytes / size:,.2f}"

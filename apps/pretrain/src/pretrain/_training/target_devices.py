@@ -33,8 +33,8 @@ class Target:
 
     devices: list[Any]
     """The devices, here or absent."""
-    usable_bytes: int | None
-    """Memory of each device that jax can use; None if it is not known. The compiler of TPUs keeps a part of it."""
+    usable_bytes: int
+    """Memory of each device that jax can use. The compiler of TPUs keeps a part of it."""
     facts: DeviceFacts | None = None
     """The facts about a device whose compiler is not installed; None if it is."""
 
@@ -45,7 +45,7 @@ class Target:
 
     def has(self, memory: MemoryEstimate | None) -> bool:
         """Return whether a step fits the memory of each device; None is one that the compiler rejects."""
-        return memory is not None and (self.usable_bytes is None or memory.peak_bytes <= self.usable_bytes)
+        return memory is not None and memory.peak_bytes <= self.usable_bytes
 
     def __str__(self) -> str:
         """Return the number and the kind of the devices."""
