@@ -163,10 +163,10 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
     Raises:
         UsageError: the text is not JSON of this type.
     """
-    from pydantic import TypeAdapter, ValidationError  # takes 0.1 s, which `--help` does not need
+    from pydantic import ValidationError  # takes 0.1 s, which `--help` does not need
 
     try:
-        value = TypeAdapter(kind).validate_json(text, strict=True)
+        value = _adapter(kind).validate_json(text, strict=True)
         load_json(text)
         return value
     except ValidationError as error:
@@ -176,6 +176,14 @@ def parse_json(kind: type[T], text: str | bytes, name: object, remedy: str) -> T
     except ValueError as error:
         reason, cause = str(error), error
     raise UsageError(f"{name} must be JSON as a run writes it, got an error in it ({reason}). {remedy}") from cause
+
+
+@functools.cache  # it takes three times as long to make that of a run's description as to use it
+def _adapter(kind: type) -> Any:
+    """Return pydantic's `TypeAdapter` of a type."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def read_lines(path: Path, texts: Collection[str] = ()) -> list[dict[str, Any]]:

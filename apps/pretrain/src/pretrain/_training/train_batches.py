@@ -1,13 +1,15 @@
-"""The training batches of one process, in the order of steps."""
+"""The training batches of one process, in the order of steps.
+
+Ray takes a second to import. `sample` and `eval` import this module, and need no Ray.
+"""
 
 from collections.abc import Iterator
 
 import jax
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
-from owt_data import Batches, DataError, TokenData, read_steps, read_steps_by_tasks
+from owt_data import Batches, DataError, TokenData, read_steps
 from pretrain._config import PretrainConfig
 from ray_jax_launch import LaunchError
 
@@ -31,7 +33,9 @@ def train_batches(
     if start == stop:
         return
     batches = batches_of(config, rank=jax.process_index(), world_size=jax.process_count())
-    read = read_steps_by_tasks if uses_ray_data else read_steps
+    read = read_steps
+    if uses_ray_data:
+        from owt_data import read_steps_by_tasks as read
     try:
         steps = read(data.train, batches, start_step=start, stop_step=stop)
         for expected in range(start, stop):
@@ -73,6 +77,8 @@ def check_readable(data: TokenData, seq_len: int) -> None:
         cause = error if isinstance(error, FileNotFoundError) else error.__cause__
         if not isinstance(cause, FileNotFoundError) or cause.filename is None:
             raise LaunchError(str(error)) from error
+        import ray
+
         raise LaunchError(
             f"data must be a folder that all nodes share, got {cause.filename}, which node "
             f"{ray.util.get_node_ip_address()} does not see. Give --data a folder on a network file system, s3:// or "

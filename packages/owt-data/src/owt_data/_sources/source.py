@@ -254,6 +254,9 @@ def _suffix(path: Path) -> str:
 
 def _builtin_files() -> list[Path]:
     """Return the modules of the standard library, without its tests, which some installations lack."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
-    return sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
+    files = []
+    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subfolders[:] = {*subfolders} - skipped
+        files += [Path(folder, name) for name in names if name.endswith(".py") and name not in skipped]
+    return sorted(files)
