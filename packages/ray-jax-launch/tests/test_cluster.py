@@ -13,13 +13,20 @@ import psutil
 import pytest
 import ray
 from ray._private import ray_constants, services
+from ray._private.node import Node
 from ray.exceptions import AuthenticationError
 
 from ray_jax_launch import Hardware, LaunchError, check_resources, connect, cpu, dashboard_url, gpu, parse_hardware
 from ray_jax_launch import _cluster as cluster_module
 from ray_jax_launch._cluster import is_silent
 from ray_jax_launch._cluster_security import protect_token
-from ray_jax_launch._ray_internals.ray_cluster import only_this_machine, own_processes, signals_in_python
+from ray_jax_launch._ray_internals.ray_cluster import (
+    only_this_machine,
+    own_processes,
+    polling_often,
+    signals_in_python,
+    without_idle_processes,
+)
 
 
 def num_descriptors() -> int:
@@ -225,6 +232,17 @@ def test_the_loopback_address_is_for_the_start_of_one_cluster(
         assert (os.environ[name], ray_constants.ENABLE_RAY_CLUSTER) == ("0", False)
         raise KeyError
     assert (os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER) == (before, "kept")
+
+
+def test_ray_starts_its_next_cluster_as_it_did_before() -> None:
+    def found() -> list[object]:
+        return [services.get_node, Node.start_api_server, Node.start_log_monitor, Node.start_monitor]
+
+    before = found()
+    with contextlib.suppress(KeyError), polling_often(), without_idle_processes():
+        assert not any(one is other for one, other in zip(found(), before, strict=True))
+        raise KeyError
+    assert found() == before
 
 
 def test_signals_are_handled_in_python_for_the_start_of_one_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,28 @@
 """Datasets of the workers, and CPUs that an elastic launch reserves for Ray Data."""
 
+import contextlib
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+import ray.cloudpickle
 import ray.data
 from ray.actor import ActorHandle
 from ray.train import DataConfig
 
-from ray_jax_launch import RankedDataConfig, cpu
+from ray_jax_launch import RankedDataConfig, cpu, launch
 from ray_jax_launch._ray_internals import ray_train
 from ray_jax_launch._ray_internals.ray_train import limit_data_calls
 from ray_jax_launch._train import datasets
+
+# Workers cannot import this file: its functions are sent to them.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Coordinator:
@@ -73,6 +80,29 @@ def test_rows_come_in_order_even_if_later_blocks_are_ready_first():
 
     dataset = ray.data.range(6, override_num_blocks=3).map_batches(slow_at_first, batch_size=None)
     assert [row["id"] for row in datasets.in_order(dataset).iter_rows()] == [*range(6)]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ray_data_learns_what_the_workers_have_once_it_starts_and_until_they_end(tmp_path: Path) -> None:
+    name = "AutoscalingCoordinator"
+
+    def requesters(coordinator: Any) -> list[str]:
+        return ray.get(coordinator.__ray_call__.remote(lambda actor: [*actor._ongoing_reqs]))
+
+    def loop() -> None:
+        with pytest.raises(ValueError, match=name):  # nobody has needed it so far, and its process takes seconds
+            ray.get_actor(name, namespace=name)
+        ray.data.range(3).take_all()
+        coordinator = ray.get_actor(name, namespace=name)
+        until_s = time.monotonic() + 60
+        while not any(requester.startswith("train-") for requester in requesters(coordinator)):
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+
+    with contextlib.suppress(ValueError):  # of an earlier test
+        ray.kill(ray.get_actor(name, namespace=name))
+    launch(loop, hardware=cpu(1), storage_path=tmp_path, name="run", data_cpus=1, max_failures=0)
+    assert not any(requester.startswith("train-") for requester in requesters(ray.get_actor(name, namespace=name)))
 
 
 # Ray's own config still sets the option that it deprecates.

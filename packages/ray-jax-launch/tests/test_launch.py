@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import ray.cloudpickle
@@ -92,6 +93,12 @@ def scramble(config):
 def rows_of_rank(rank, world_size):
     """Rank 0 of 2 gets 0, 1, 2 and rank 1 gets 0, ..., 5."""
     return ray.data.range(3 * (rank + 1))
+
+
+def test_a_cluster_starts_no_process_that_has_nothing_to_do() -> None:
+    names = {Path(word).name for process in psutil.Process().children() for word in process.cmdline()}
+    assert {"gcs_server", "raylet"} <= names
+    assert not {"dashboard.py", "log_monitor.py", "monitor.py"} & names
 
 
 @pytest.mark.slow

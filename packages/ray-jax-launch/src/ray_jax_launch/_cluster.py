@@ -1,5 +1,6 @@
 """Connect to a Ray cluster or start one, and check its resources."""
 
+import contextlib
 import logging
 import os
 import re
@@ -27,7 +28,9 @@ from ray_jax_launch._ray_internals.ray_cluster import (
     only_this_machine,
     own_processes,
     own_resources,
+    polling_often,
     variables_to_join,
+    without_idle_processes,
 )
 from ray_jax_launch._reaper import Reaper
 
@@ -137,7 +140,8 @@ def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) 
     reaper = Reaper(folder.path)
     _started = folder, reaper
     try:
-        with own_processes(reaper.watch), only_this_machine(), starting_ray():
+        needed = contextlib.nullcontext() if dashboard else without_idle_processes()
+        with own_processes(reaper.watch), only_this_machine(), needed, polling_often(), starting_ray():
             ray.init(
                 address="local",
                 num_cpus=_local_cpus(hardware),

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import ray
 from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
+from ray._private.state import GlobalState
 from ray._private.utils import get_dashboard_dependency_error
 from ray._raylet import PlacementGroupID
 from ray.util import placement_group_table, remove_placement_group
@@ -19,6 +21,7 @@ from ray.util.placement_group import PlacementGroup
 from ray_jax_launch._errors import LaunchError
 
 _logger = logging.getLogger("ray_jax_launch")
+_LOOK_EVERY_S, _LOOK_OFTEN_S = 0.02, 10.0
 
 
 @contextlib.contextmanager
@@ -85,6 +88,45 @@ def only_this_machine() -> Iterator[None]:
         del os.environ[name]
         if in_environment is not None:
             os.environ[name] = in_environment
+
+
+@contextlib.contextmanager
+def polling_often() -> Iterator[None]:
+    """Notice at once that the node is ready which `ray.init` starts while the block runs. Ray looks once a second."""
+    get_node = services.get_node
+
+    def get_soon(gcs_address: str, node_id: str) -> Any:
+        nodes = GlobalState()
+        nodes._initialize_global_state(services._get_gcs_client_options(gcs_address))
+        until_s = time.monotonic() + _LOOK_OFTEN_S
+        while not any(node["NodeID"] == node_id for node in nodes.node_table()) and time.monotonic() < until_s:
+            time.sleep(_LOOK_EVERY_S)
+        return get_node(gcs_address, node_id)
+
+    services.get_node = get_soon
+    try:
+        yield
+    finally:
+        services.get_node = get_node
+
+
+@contextlib.contextmanager
+def without_idle_processes() -> Iterator[None]:
+    """Start no process of Ray that would have nothing to do, for a cluster that starts while the block runs.
+
+    On one machine, the autoscaler has no nodes to add. The log monitor sends what workers print to drivers that print
+    it. Without a dashboard, its process counts the use of Ray alone, and each start waits for it. No argument of
+    `ray.init` leaves them out.
+    """
+    names = ("start_api_server", "start_log_monitor", "start_monitor")
+    before = {name: getattr(Node, name) for name in names}
+    for name in names:
+        setattr(Node, name, lambda node, **_: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
 
 
 def variables_to_join(*, is_local: bool) -> dict[str, str]:

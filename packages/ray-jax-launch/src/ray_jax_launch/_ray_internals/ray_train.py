@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import os
 import shutil
 import threading
 import time
@@ -44,11 +45,16 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError as 
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.context import get_train_context
+from ray.train.v2._internal.execution.controller import TrainController as RayTrainController
 
 # `FailureConfig` counts failures. It cannot tell permanent failures from others.
 from ray.train.v2._internal.execution.failure_handling import FailureDecision as FailureDecision
 from ray.train.v2._internal.execution.failure_handling import FailurePolicy as FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
+    TrainAutoscalingCoordinatorClient,
+)
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
 from ray.train.v2._internal.execution.scaling_policy.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 from ray.train.v2._internal.execution.training_report import _TrainingReport
@@ -220,6 +226,41 @@ class WaitingPolicy(ElasticScalingPolicy):
         return decision
 
 
+class FixedPolicy(FixedScalingPolicy):
+    """Ray's policy for a group of a fixed size, on a cluster of this machine alone.
+
+    Ray starts an actor, its coordinator of resources, and waits for it. The actor tells the autoscaler what is wanted,
+    and Ray Data what the group leaves. There is no autoscaler here. This policy tells the actor what the group has as
+    soon as Ray Data has started it.
+    """
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Make the client of the coordinator."""
+        self._requester_id = f"train-{train_run_context.run_id}"
+        self._coordinator_client = _ClientOfExisting(self._requester_id)
+
+
+class _ClientOfExisting(TrainAutoscalingCoordinatorClient):
+    """A client of the coordinator that does not start it."""
+
+    def send_resource_request(self, scaling_config: Any, num_workers: int) -> None:
+        """Tell the coordinator what the group has, if there is one. The controller calls this again."""
+        if self._exists():
+            super().send_resource_request(scaling_config, num_workers)
+
+    def cancel_resource_request(self) -> None:
+        """Tell the coordinator that the group has ended, if there is one."""
+        if self._exists():
+            super().cancel_resource_request()
+
+    def _exists(self) -> bool:
+        try:
+            ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
+        except ValueError:
+            return False
+        return True
+
+
 class _NoShards:
     """The datasets of a run that has none."""
 
@@ -235,6 +276,17 @@ class _NoDatasetsCallback(DatasetsCallback):
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Return what each worker's context gets."""
         return {"dataset_shard_provider": [_NoShards()] * len(workers)}
+
+
+class TrainController(RayTrainController):
+    """Ray's controller with environment variables of the driver.
+
+    Ray passes them by `runtime_env`, and then starts another process in place of one that it has ready.
+    """
+
+    def __init__(self, variables: Mapping[str, str], **arguments: Any) -> None:
+        os.environ.update(variables)
+        super().__init__(**arguments)
 
 
 class Trainer(JaxTrainer):
@@ -271,12 +323,9 @@ class Trainer(JaxTrainer):
         variables.setdefault(
             module.RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR, module.DEFAULT_RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_VALUE
         )
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "label_selector": {module.ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
-            "runtime_env": {"env_vars": variables},
-        }
-        controller = ray.remote(**options)(module.TrainController).remote(**arguments | self.policies)
+        here = {module.ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        make: Any = ray.remote(num_cpus=0, label_selector=here)(TrainController)
+        controller = make.remote(variables, **arguments | self.policies)
         if threading.current_thread() is threading.main_thread():
             self.on_start(controller)
         self.wait(controller.run.remote())

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from ray.train import PreemptionError, TrainingFailedError, WorkerGroupError
 
 from ray_jax_launch._checkpoint.ray_snapshot import repair_snapshot
-from ray_jax_launch._cluster import is_silent, log_folder
+from ray_jax_launch._cluster import is_silent, is_started_here, log_folder
 from ray_jax_launch._control.control_actor import ControlHandle, answer, start_control_actor
 from ray_jax_launch._control.forwarding import forwarding
 from ray_jax_launch._control.interrupt import Interrupt
@@ -20,7 +20,7 @@ from ray_jax_launch._control.session import Session
 from ray_jax_launch._hardware import Hardware
 from ray_jax_launch._lost_cluster import ClusterLostError, end_actor, wait_for
 from ray_jax_launch._ray_internals.ray_cluster import hide_cluster_messages, placement_groups, remove_placement_groups
-from ray_jax_launch._ray_internals.ray_train import AtomicSnapshots, Trainer, WaitingPolicy
+from ray_jax_launch._ray_internals.ray_train import AtomicSnapshots, FixedPolicy, Trainer, WaitingPolicy
 from ray_jax_launch._train.backend import backend_config, train_settings
 from ray_jax_launch._train.datasets import RankedDataConfig, for_group, reserving
 from ray_jax_launch._train.failures import ForwardReports, WorkersFailed, first_failure, in_a_line, to_raise
@@ -134,6 +134,8 @@ def _make_trainer(launch: PreparedLaunch, control: ControlHandle) -> Trainer:
         trainer.policies["scaling_policy"] = WaitingPolicy(
             launch.scaling, launch.hardware.worker_counts, on_wait, control.request_resize.remote, wait_s
         )
+    elif is_started_here():
+        trainer.policies["scaling_policy"] = FixedPolicy(launch.scaling)
     return trainer
 
 
