@@ -45,7 +45,8 @@ def test_xla_does_not_time_kernels_on_a_gpu_that_is_not_here():
 @pytest.mark.parametrize(
     ("name", "arguments", "topology"),
     [
-        ("tpu:v5p:2x2x4", ("v5p:2x2x4", "tpu"), None),
+        ("tpu:v5p:2x2x1", ("v5p:2x2x1", "tpu"), None),
+        ("tpu:v6e:4x4", ("v6e:4x4", "tpu"), None),
         ("gpu:8:a100", ("a100", "cuda"), "1x1x8"),
         ("gpu:2x4:t4", ("t4", "cuda"), "1x2x4"),
     ],
@@ -65,6 +66,7 @@ def test_a_compiler_is_told_the_topology_and_the_device(name, arguments, topolog
     assert absent_devices(name) == [1, 2]
     ((found, options, environment),) = calls
     assert found == arguments
+    assert "chips_per_host_bounds" not in options
     assert environment == {"TPU_SKIP_MDS_QUERY": None if topology else "1", "TPU_WORKER_HOSTNAMES": "mine"}
     assert "TPU_SKIP_MDS_QUERY" not in os.environ
     if topology:
@@ -72,3 +74,11 @@ def test_a_compiler_is_told_the_topology_and_the_device(name, arguments, topolog
         capability, model = {"a100": ("major: 8 minor: 0", "A100"), "t4": ("major: 7 minor: 5", "T4")}[arguments[0]]
         assert capability in options["target_config"]
         assert model in options["target_config"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("tpu:v6e:1x1", (1, 1, 1)), ("tpu:v5e:2x4", (2, 4, 1)), ("tpu:v6e:2x2", (2, 2, 1))]
+)
+def test_a_small_slice_is_one_host_as_on_google_cloud(name, bounds, monkeypatch):
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda *_, **options: SimpleNamespace(devices=[options]))
+    assert absent_devices(name) == [{"chips_per_host_bounds": bounds}]

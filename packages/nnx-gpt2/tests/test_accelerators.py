@@ -181,7 +181,12 @@ def test_the_estimate_of_the_memory_is_that_of_the_compiler(devices):
 @pytest.mark.usefixtures("target")
 @pytest.mark.parametrize(
     ("name", "kind", "num_hosts"),
-    [("tpu:v5e:2x4", "TPU v5 lite", 2), ("tpu:v5p:2x2x4", "TPU v5", 4)],
+    [
+        ("tpu:v6e:1x1", "TPU v6 lite", 1),
+        ("tpu:v5e:2x4", "TPU v5 lite", 1),
+        ("tpu:v6e:4x4", "TPU v6 lite", 4),
+        ("tpu:v5p:2x2x4", "TPU v5", 4),
+    ],
 )
 def test_slices_have_their_kind_and_hosts(name, kind, num_hosts):
     devices = absent_devices(name)

@@ -5,6 +5,7 @@ and collectives, and cannot run here.
 """
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -108,7 +109,7 @@ def absent_devices(name: str) -> list[Any]:
     try:
         if tpu is not None:
             with _defaults(_TPU_VARIABLES):
-                return topologies.get_topology_desc(":".join(tpu.groups()), "tpu").devices
+                return topologies.get_topology_desc(":".join(tpu.groups()), "tpu", **_one_host(*tpu.groups())).devices
         assert gpu is not None
         hosts = gpu[1] or 1
         gpus = gpu[2]
@@ -119,6 +120,16 @@ def absent_devices(name: str) -> list[Any]:
         remedy = "Install nnx-gpt2[tpu] or nnx-gpt2[cuda12] on Linux, or choose another topology."
         require(False, "devices", "be known to an installed compiler", f"{name}: {error}", remedy)
         raise
+
+
+def _one_host(kind: str, topology: str) -> dict[str, Any]:
+    """Return the option that makes a slice one host, if it is one: the compiler's hosts have 2x2 chips.
+
+    A v5e or v6e slice of at most eight chips is a host (https://docs.cloud.google.com/tpu/docs/v6e).
+    """
+    shape = [int(length) for length in topology.split("x")]
+    is_one_host = kind in ("v5e", "v6e") and math.prod(shape) <= 8
+    return {"chips_per_host_bounds": (*shape, *[1] * (3 - len(shape)))} if is_one_host else {}
 
 
 @contextlib.contextmanager
