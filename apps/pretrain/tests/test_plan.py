@@ -434,6 +434,27 @@ def test_only_what_can_be_smaller_is_advised(memory_bytes, remedy, capsys, monke
     assert capsys.readouterr().out.splitlines()[-1] == f"It does not fit. Take more devices with {remedy}"
 
 
+def test_a_step_that_the_compiler_rejects_has_the_memory_of_its_state(capsys, monkeypatch, plain):
+    def reject(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: it exceeds the memory")
+
+    monkeypatch.setattr(plan_run, "estimate_memory", reject)
+    code, found = planned()
+    assert (code, found["fits"], found["reason"]) == (1, False, "it exceeds the memory")
+    assert found["state_bytes"] == pytest.approx(plain[1]["state_bytes"], rel=0.01)  # less the windows of a step
+    assert found["temporary_bytes"] is None
+    assert main(["plan", *TINY, *STEPS]) == 1
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["memory"] == "the compiler rejects the step: it exceeds the memory"
+
+
+@pytest.mark.parametrize(("gpu", "is_slow"), [("t4", True), ("l4", False)])
+def test_a_plan_for_a_gpu_without_bfloat16_says_that_float32_is_faster(gpu, is_slow, capsys, monkeypatch):
+    monkeypatch.setattr(target_devices, "_COMPILERS", {"gpu": []})
+    main(["plan", *TINY, *STEPS, "--model.dtype", "bfloat16", "--hardware", f"gpu:1:{gpu}"])
+    assert ("Tesla T4 computes bfloat16 slowly" in capsys.readouterr().err) == is_slow
+
+
 def test_a_price_without_a_known_peak_is_unknown(capsys):
     """The memory of a tiny model is not shown as 0.00 GiB."""
     assert main(["plan", *TINY, *STEPS, "--price-per-hour", "3"]) == 0

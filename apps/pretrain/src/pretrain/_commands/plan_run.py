@@ -37,6 +37,7 @@ from pretrain._screen.plan_table import MFU_RANGE, Plan
 from pretrain._screen.printing import waiting
 from pretrain._training.configured_step import train_step_of
 from pretrain._training.process import keep_freed_memory
+from pretrain._training.setup import warn_of_bfloat16
 from pretrain._training.target_devices import Target, find_target, missing_compiler
 
 _OPENWEBTEXT = (9_035_582_198, 4_434_897)
@@ -98,6 +99,7 @@ def plan(
         config = resolve_from_data(resolve_anneal(resolve_order(config), origin), data.facts)
         num_steps = config.train.max_steps - (0 if origin is None else origin.start_step)
         target = find_target(hardware, only_here=measure)
+        warn_of_bfloat16(config, target.device)
         mesh = make_mesh(devices=target.devices, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
         if console is None or target.facts is not None:
             console = Console(quiet=True)
@@ -288,7 +290,7 @@ def _summary(
         tokens_bytes=None if data.num_tokens is None else data.facts.bytes_per_token * data.num_tokens,
         checkpoints_bytes=saved_bytes * _num_checkpoints(train),
         logs_bytes=num_steps // train.log_every * _BYTES_PER_RECORD,
-        state_bytes=None if memory is None else memory.state_bytes,
+        state_bytes=_state_bytes(config, mesh) if memory is None else memory.state_bytes,
         temporary_bytes=memory.temporary_bytes + memory.code_bytes if memory is not None and is_compiled else None,
         usable_bytes=target.usable_bytes,
         fits=fits if is_compiled or not fits else None,

@@ -45,7 +45,7 @@ class Plan:
     checkpoints_bytes: int
     """Checkpoints on disk, with the one that is being written."""
     logs_bytes: int
-    state_bytes: int | None
+    state_bytes: int
     temporary_bytes: int | None
     """None if the compiler rejected the step, or is not there."""
     usable_bytes: int
@@ -118,14 +118,14 @@ def _epochs(found: Plan) -> str:
 
 
 def _remedy(found: Plan) -> str:
-    if found.state_bytes is not None and found.state_bytes > found.usable_bytes:
+    if found.state_bytes > found.usable_bytes:
         return "Take more devices with --mesh.fsdp, or a smaller model."
     smaller = ", a smaller --train.micro-batch-size" if found.micro_batch_size > 1 else ""
     return f"Take more devices with --mesh.fsdp, --model.remat full{smaller}, or a smaller model."
 
 
 def _memory(found: Plan) -> str:
-    if found.state_bytes is None:
+    if found.temporary_bytes is None and found.fits is False and found.state_bytes <= found.usable_bytes:
         return f"the compiler rejects the step: {found.reason}"
     needed_bytes = found.state_bytes + (found.temporary_bytes or 0)
     size, unit = (_GIB, "GiB") if needed_bytes > _GIB / 10 else (_MIB, "MiB")
