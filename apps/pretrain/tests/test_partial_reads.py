@@ -16,6 +16,7 @@ from pretrain._run import files, partial_reads
 from pretrain._run.description import DataDescription, describe
 from pretrain._run.folder import RunFolder
 from pretrain._run.history import last_sign_of_life, read_recent, work_s
+from pretrain._run.log_parts import SAMPLES, TEXTS
 from pretrain._run.metrics import TEXT_METRICS, Numbers, cut_lines, read_records, recent_records
 from pretrain._run.partial_reads import NewLines, last_lines, lines_backwards, lines_from
 from pretrain._screen.run_view import RunView
@@ -85,6 +86,14 @@ def test_the_lines_from_a_step_are_found_among_damaged_ones(tmp_path: Path) -> N
     assert len(steps) == 996
     for step in (-1, 0, 1, 14, 15, 16, 1499, 1500, 1502, 1504, 2990, 2994, 2997, 2998):
         assert [line["step"] for line in lines_from(path, step)] == [found for found in steps if found >= step]
+
+
+def test_all_lines_of_a_step_are_among_those_from_it(tmp_path: Path) -> None:
+    """A step has a sample of each prompt."""
+    path, lines = tmp_path / "log", [{"step": 7 * step, "prompt": prompt} for step in range(100) for prompt in "abc"]
+    write(path, lines)
+    for step in range(0, 700, 7):
+        assert [*lines_from(path, step, TEXTS[SAMPLES])] == [line for line in lines if line["step"] >= step]
 
 
 def test_few_lines_are_parsed_to_find_a_step_among_many(tmp_path: Path, count: Callable[[], int]) -> None:

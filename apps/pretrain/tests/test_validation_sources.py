@@ -112,6 +112,15 @@ def test_a_small_source_has_as_many_windows_as_the_part_or_as_it_has(count):
     )
 
 
+def test_the_windows_of_a_small_source_are_spread_over_its_tokens():
+    source, num_windows = [("web", 100_000), ("code", 5_000)], 105_000 // 8
+    more = ValidationSources(source).more_windows(np.arange(20) * 600, num_windows, 8)
+    own = more[more >= 100_000 // 8]
+    assert len(own) == LEAST_WINDOWS
+    assert np.ptp(np.diff(own)) <= 1
+    assert own[0] - 100_000 // 8 < np.diff(own)[0] >= num_windows - 1 - own[-1]
+
+
 def test_the_losses_of_sources_on_a_mesh_and_with_masks_are_those_of_one_device(params, tokens):
     for end_of_text in (None, 5):
         alone, meshed = (

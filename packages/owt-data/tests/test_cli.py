@@ -266,12 +266,13 @@ def test_errors_are_one_sentence_and_exit_2(args, message, tmp_path, monkeypatch
 
 def test_options_may_stand_anywhere_and_values_may_begin_with_a_minus_sign(articles, tmp_path):
     out = tmp_path / "out"
-    options = ["--split_seed=7", "--row-end=--x \n", "--limit-rows", "40", "--val-fraction", "none"]
+    options = ["--split_seed=7", "--row-end=--x_y \n", "--limit-rows", "40", "--val-fraction", "none"]
     options += ["--on-cluster", "--no-on-cluster"]
     assert main(["prepare", "--tokenizer=bytes", str(articles), "--row-end", "-x", *options, str(out)]) == 0
     manifest = read_manifest(out)
     assert manifest is not None
-    assert manifest.options == PrepareOptions(tokenizer="bytes", split_seed=7, row_end="--x \n", limit_rows=40).record()
+    expected = PrepareOptions(tokenizer="bytes", split_seed=7, row_end="--x_y \n", limit_rows=40)
+    assert manifest.options == expected.record()
 
 
 def test_the_options_reach_the_preparation_and_the_training(tmp_path, monkeypatch):

@@ -371,8 +371,12 @@ def test_credentials_in_a_uri_are_rejected_and_not_repeated(name):
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://user:topsecret@bucket/x", "s3://user:top/secret@bucket/x", "s3://bucket/x?secret_key=topsecret"]
-)
+    "uri",
+    [
+        "s3://user:topsecret@bucket/x", "s3://user:top/secret@bucket/x", "s3://bucket/x?secret_key=topsecret",
+        f"s3://user:topsecret{'x' * 40}@bucket/{'y' * 60}",  # a message has a part of it
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "call",
     [

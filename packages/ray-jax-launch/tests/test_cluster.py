@@ -295,10 +295,11 @@ def mode(path: Path) -> int:
 
 def test_a_token_is_made_once_and_closed_to_others_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / ".ray").mkdir(mode=0o755)
-    link = os.link
+    link, linked = os.link, list[Path]()
 
     def closed_link(new: Path, path: Path) -> None:
         assert (mode(new), len(new.read_text())) == (0o600, 64)
+        linked.append(path)
         link(new, path)
 
     monkeypatch.setattr(os, "link", closed_link)
@@ -306,6 +307,7 @@ def test_a_token_is_made_once_and_closed_to_others_again(home: Path, monkeypatch
     path = home / ".ray" / "auth_token"
     token = path.read_text()
     assert re.fullmatch("[0-9a-f]{64}", token)
+    assert linked == [path]
     path.chmod(0o644)
     path.parent.chmod(0o755)
     protect_token()
@@ -316,6 +318,19 @@ def test_a_token_is_made_once_and_closed_to_others_again(home: Path, monkeypatch
     protect_token()
     assert path.read_text() != token
     assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_of_two_first_starts_at_once_the_first_one_makes_the_token(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = home / ".ray" / "auth_token"
+
+    def make(_: int) -> str:
+        path.write_text("a" * 64)  # by the other process
+        return "b" * 64
+
+    monkeypatch.setattr("secrets.token_hex", make)
+    protect_token()
+    assert path.read_text() == "a" * 64
+    assert [*path.parent.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """Ray's private modules are used in one folder. Files that Ray's parts write there."""
 
 import ast
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 import ray_jax_launch
-from ray_jax_launch._ray_internals.ray_train import write_file
+from ray_jax_launch._ray_internals import ray_train
+from ray_jax_launch._ray_internals.ray_train import TrainController, write_file
 
 SOURCES = Path(ray_jax_launch.__file__).parent
 
@@ -44,6 +47,18 @@ def test_only_ray_internals_uses_private_modules_of_ray(path):
     assert bool([*private_names_of_ray(path.read_text())]) == (
         path.parent.name == "_ray_internals" and path.name != "__init__.py"
     )
+
+
+def test_the_controller_has_the_variables_of_this_launch_in_a_process_with_those_of_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, found = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", list[Any]()
+    monkeypatch.setenv(name, "60")
+    monkeypatch.setattr(
+        ray_train.RayTrainController, "__init__", lambda _, **options: found.append((os.environ[name], options))
+    )
+    TrainController({name: "7"}, callbacks=[])
+    assert found == [("7", {"callbacks": []})]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

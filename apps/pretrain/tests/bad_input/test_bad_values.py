@@ -49,6 +49,7 @@ def test_credentials_in_a_uri_are_rejected_and_not_repeated(line, message, place
         ("a" * 500 + "b" * 500, f"{'a' * 59}\N{HORIZONTAL ELLIPSIS}{'b' * 20}"),
         ("", "''"),
         ("s3://A:topsecret@bucket/x", "s3://***@bucket/x"),
+        (f"s3://A:{'s' * 70}@bucket/some/place/of/runs", "s3://***@bucket/some/place/of/runs"),
     ],
 )
 def test_a_long_value_is_shown_by_its_beginning_and_its_end(text: str, expected: str) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from pretrain import PRESETS, train
 from pretrain._commands.report import report
+from pretrain._report import run_charts
 from pretrain._report.page import render_page
 from pretrain._report.reported_run import Fork, reported_runs
 from pretrain._run.files import write_json
@@ -350,6 +351,19 @@ def test_the_beginning_of_a_forked_run_is_its_parents_in_grey(trained, is_alone)
         assert training == close_to([(scales[0] * step, loss) for step, loss in recorded(parent, "loss", 0, 30)])
     assert "grey" not in chart(page, "time linear")
     assert "The grey line before step 30 is the part of first, from which second was forked" in page
+
+
+@pytest.mark.parametrize("metric", ["loss", "learning_rate", "grad_norm_max", "tokens_per_s", "mfu", "data_wait_s"])
+def test_the_parents_part_is_the_line_that_its_own_report_has(metric, write_run):
+    parent, run = (
+        read_history(write_run(name, records=[{"step": step, metric: 1 + step % 7} for step in range(50)]))
+        for name in ("parent", "fork")
+    )
+    (own,), (forked,) = reported_runs([parent], [None]), reported_runs([run], [Fork(parent=parent, step=49)])
+    (chart,) = (one for one in (run_charts._LOSS, *run_charts._CHARTS) if one.metric == metric)
+    *_, line = run_charts._lines_of_one_run(chart, own, "step")
+    (inherited,) = run_charts._inherited(chart, forked, "step")
+    np.testing.assert_allclose(inherited.y, line.y, rtol=1e-12)
 
 
 def test_a_fork_of_a_fork_begins_with_the_part_of_its_grandparent(trained):
