@@ -9,7 +9,6 @@ import pytest
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 import ray_jax_launch
-from ray_jax_launch._ray_internals import ray_train
 from ray_jax_launch._ray_internals.ray_train import TrainController, write_file
 
 SOURCES = Path(ray_jax_launch.__file__).parent
@@ -54,9 +53,8 @@ def test_the_controller_has_the_variables_of_this_launch_in_a_process_with_those
 ) -> None:
     name, found = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", list[Any]()
     monkeypatch.setenv(name, "60")
-    monkeypatch.setattr(
-        ray_train.RayTrainController, "__init__", lambda _, **options: found.append((os.environ[name], options))
-    )
+    of_ray = f"{TrainController.__module__}.RayTrainController.__init__"
+    monkeypatch.setattr(of_ray, lambda _, **options: found.append((os.environ[name], options)))
     TrainController({name: "7"}, callbacks=[])
     assert found == [("7", {"callbacks": []})]
 
