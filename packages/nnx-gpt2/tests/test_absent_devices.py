@@ -69,6 +69,7 @@ def test_a_compiler_is_told_the_topology_and_the_device(name, arguments, topolog
     assert "chips_per_host_bounds" not in options
     assert environment == {"TPU_SKIP_MDS_QUERY": None if topology else "1", "TPU_WORKER_HOSTNAMES": "mine"}
     assert "TPU_SKIP_MDS_QUERY" not in os.environ
+    assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
     if topology:
         assert options["topology"] == topology
         capability, model = {"a100": ("major: 8 minor: 0", "A100"), "t4": ("major: 7 minor: 5", "T4")}[arguments[0]]

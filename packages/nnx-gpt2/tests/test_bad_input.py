@@ -406,6 +406,8 @@ CONVERTED = [
     "compare(learning_rate_schedule(OptimizerConfig(warmup_steps=np.uint8(200), **wsd), 1000)(700),"
     " learning_rate_schedule(OptimizerConfig(warmup_steps=200, **wsd), 1000)(700))",
     "model.block(np.int8(0))",
+    "compare(generate(model, [[1]], np.int8(100), temperature=0, top_k=np.int8(3), vocab_size=np.uint8(65)),"
+    " generate(model, [[1]], 100, temperature=0))",
     "model.save_pretrained(folder.name, end_of_text=np.int64(5))",
     "make_train_step(config, rule, grad_accum_steps=np.int8(64))(state, np.zeros((128, 17), int), key)",
     "TreeTrainStep(config, rule, make_mesh(), num_shards=np.int8(8), grad_accum_steps=np.int8(16))"

@@ -21,6 +21,7 @@ from nnx_gpt2 import (
     replicated,
     split_params,
 )
+from nnx_gpt2 import _generate as generate_module
 from nnx_gpt2._generate import _Draw, _draw_tokens, _draw_until, _gains_from_tiles, _Pace, _read, _tiles
 from nnx_gpt2._target import Target
 
@@ -171,6 +172,29 @@ def test_texts_stop_after_the_end_of_text(model, num_new):
     assert stopped[0] == whole[0][:7]
     cut = whole[1].index(end, 3) + 1 if end in whole[1][3:] else len(whole[1])
     assert stopped[1] == whole[1][:cut]
+
+
+def test_a_text_that_ends_beyond_a_full_context_does_not_stop_the_others(model, monkeypatch):
+    calls, timed = [], generate_module._timed
+
+    def count(*arguments):
+        calls.append(arguments)
+        assert len(calls) < 30, "it draws nothing more"
+        return timed(*arguments)
+
+    monkeypatch.setattr(generate_module, "_timed", count)
+    prompts = [[*range(16)], [1, 2, 3]]  # of 16 positions
+    whole = generate(model, prompts, 8, temperature=0.0)
+    end = whole[0][16]
+    cut = whole[1].index(end, 3) + 1 if end in whole[1][3:] else len(whole[1])
+    assert cut > 4
+    assert generate(model, prompts, 8, temperature=0.0, end_of_text=end) == [whole[0][:17], whole[1][:cut]]
+
+
+def test_the_end_of_text_may_be_token_0(tiny):
+    """All tokens are as likely, and the first one is drawn."""
+    params = jax.tree.map(jnp.zeros_like, split_params(GPT2(tiny, rngs=nnx.Rngs(0))))
+    assert generate(merge(tiny, params), [[1, 2, 3]], 5, temperature=0.0, end_of_text=0) == [[1, 2, 3, 0]]
 
 
 def test_a_prompt_may_end_with_the_end_of_text(model):

@@ -35,6 +35,8 @@ optimizer = create_optimizer(OptimizerConfig(learning_rate=3e-3, min_learning_ra
 mesh = make_mesh(fsdp=fsdp, tensor=tensor)
 # The parameters go from one device of each process to the mesh, and from there into the state of training.
 params = create_train_state(config, optimizer, jax.random.key(0)).params
+own = create_train_state(config, optimizer, jax.random.key(1), params=params)  # without a mesh, each has its own
+assert all(leaf.devices() == {jax.local_devices()[0]} for leaf in jax.tree.leaves(own.params))
 first = create_train_state(config, optimizer, jax.random.key(1), mesh, params=params)
 state = create_train_state(config, optimizer, jax.random.key(2), mesh, params=first.params)
 shorter = dataclasses.replace(config, seq_len=9)

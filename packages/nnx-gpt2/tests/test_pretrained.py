@@ -96,6 +96,17 @@ def test_the_saved_config_agrees_with_the_original(published, tmp_path):
     assert {"model_type", "vocab_size", "n_positions", "n_layer", "n_head", "n_embd"} <= shared
 
 
+def test_a_second_save_replaces_each_file_at_once(published, tmp_path):
+    """A reader has the old file or the new one, never a part of one."""
+    files = []
+    for _ in range(2):
+        published.save_pretrained(tmp_path, end_of_text=299)
+        files.append({path.name: path.stat().st_ino for path in tmp_path.iterdir()})
+    before, after = files
+    assert before.keys() == after.keys() == {"config.json", "generation_config.json", "model.safetensors"}
+    assert all(before[name] != after[name] for name in before)
+
+
 def test_the_saved_config_describes_the_model(tmp_path):
     model = GPT2(dataclasses.replace(ODD, dropout_rate=0.25, param_dtype="bfloat16"), rngs=nnx.Rngs(0))
     model.save_pretrained(tmp_path, end_of_text=7)

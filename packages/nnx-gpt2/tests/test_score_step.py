@@ -36,6 +36,12 @@ def test_scores_are_those_of_all_logits(tiny, num_devices, chunk_tokens, num_row
     assert f"tensor<{num_rows}x128xf32>" in step.lower(params, *arrays).as_text()
 
 
+def test_each_of_several_likeliest_tokens_is_likeliest(tiny):
+    params = jax.tree.map(jnp.zeros_like, split_params(GPT2(tiny, rngs=nnx.Rngs(0))))
+    _, is_likeliest = make_score_step(tiny)(params, TOKENS[:1], POSITIONS[:1, :2], np.array([[0, 64]]))
+    assert is_likeliest.tolist() == [[True, True]]
+
+
 def test_a_mesh_that_shards_parameters_is_rejected(tiny):
     with pytest.raises(ValueError, match=r"mesh must have fsdp = tensor = 1: .*, got \(2, 1\)"):
         make_score_step(tiny, make_mesh(fsdp=2))

@@ -297,10 +297,10 @@ def test_windows_with_ids_outside_the_vocabulary_have_losses_of_nan(tiny):
 
 
 def test_end_of_text_masks_documents(tiny):
-    state, step = start(tiny, end_of_text=64)
+    state, step = start(tiny, end_of_text=0)
     batch = windows(tiny)
-    batch[:, 8] = 64
-    segment_ids = document_ids(jnp.asarray(batch[:, :-1], jnp.int32), 64)
+    batch[:, 8] = 0
+    segment_ids = document_ids(jnp.asarray(batch[:, :-1], jnp.int32), 0)
     loss = jax.jit(lambda params: mean_loss(merge(tiny, params), jnp.asarray(batch), segment_ids=segment_ids))
     expected = loss(state.params)
     _, metrics = step(state, batch, jax.random.key(7))

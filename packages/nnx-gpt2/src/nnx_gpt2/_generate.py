@@ -175,10 +175,11 @@ def generate(  # noqa: PLR0913 - the arguments of a draw are independent
         model.config, key, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         vocab_size=vocab_size, end_of_text=end_of_text,
     )  # fmt: skip
+    max_new_tokens, vocab_size = int(max_new_tokens), int(vocab_size)  # they may be numpy's
     context = model.config.seq_len
     draw = _Draw(
         greedy=temperature < _SMALLEST_TEMPERATURE,
-        top_k=top_k and min(top_k, vocab_size),
+        top_k=top_k and min(int(top_k), vocab_size),
         nucleus=top_p is not None,
         vocab_size=vocab_size,
     )
