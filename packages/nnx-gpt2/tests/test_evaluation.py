@@ -237,7 +237,7 @@ def test_questions_are_read_from_json_lines(tmp_path):
 
 def test_a_line_that_is_not_utf_8_is_rejected(tmp_path):
     path = tmp_path / "questions.jsonl"
-    path.write_bytes(b'{"ctx": "caf\xe9", "endings": ["b"], "label": 0}\n')
+    path.write_bytes(b'{"ctx": "\xe9t\xe9", "endings": ["b"], "label": 0}\n')
     with pytest.raises(ValueError, match=r"line 1 of .* must be an object with ctx"):
         list(read_questions(path))
 
