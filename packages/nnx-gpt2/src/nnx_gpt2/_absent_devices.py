@@ -125,7 +125,7 @@ def absent_devices(name: str) -> list[Any]:
 def _one_host(kind: str, topology: str) -> dict[str, Any]:
     """Return the option that makes a slice one host, if it is one: the compiler's hosts have 2x2 chips.
 
-    A v5e or v6e slice of at most eight chips is a host (https://docs.cloud.google.com/tpu/docs/v6e).
+    A v5e or v6e slice of at most eight chips is a host (https://cloud.google.com/tpu/docs/v6e).
     """
     shape = [int(length) for length in topology.split("x")]
     is_one_host = kind in ("v5e", "v6e") and math.prod(shape) <= 8

@@ -258,5 +258,5 @@ def _builtin_files() -> list[Path]:
     files = []
     for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         subfolders[:] = {*subfolders} - skipped
-        files += [Path(folder, name) for name in names if name.endswith(".py") and name not in skipped]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files)
