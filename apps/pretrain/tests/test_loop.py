@@ -101,7 +101,7 @@ def test_batches_are_the_same_when_ray_data_takes_over(cluster, tmp_path, monkey
     config = PRESETS["baby"]()
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=9, order="shuffle"))
     few = functools.partial(read_steps_by_tasks, first_steps=3)
-    monkeypatch.setattr(train_batches, "read_steps_by_tasks", few)
+    monkeypatch.setattr("owt_data.read_steps_by_tasks", few)
     with_ray_data, alone = (
         [*train_batches.train_batches(config, data, 2, uses_ray_data=uses_ray_data)] for uses_ray_data in (True, False)
     )
