@@ -8,7 +8,8 @@ import pytest
 from nnx_gpt2 import GPT2Config, create_optimizer, create_train_state, make_eval_step, make_mesh, num_params
 from pretrain import PRESETS
 from pretrain._config import with_vocab_size
-from pretrain._training.device_memory import check_memory, compile_what_fits, device_memory_bytes
+from pretrain._resolve.target_devices import device_memory_bytes
+from pretrain._training.device_memory import check_memory, compile_what_fits
 from ray_jax_launch import OutOfMemoryError
 
 

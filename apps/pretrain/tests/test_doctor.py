@@ -21,13 +21,13 @@ import pytest
 from pretrain import main
 from pretrain._doctor import accelerators, downloads, machine_limits
 from pretrain._doctor.accelerators import check_driver, check_jax
-from pretrain._doctor.child import ChildError, call_in_child, run_program
 from pretrain._doctor.disks import _clock, check_cache, check_storage, check_temporary_files, try_out
 from pretrain._doctor.downloads import check_data, check_tokenizer
 from pretrain._doctor.examine import Check, run_checks
 from pretrain._doctor.finding import ok
 from pretrain._doctor.python_packages import check_packages, check_python, check_settings
 from pretrain._doctor.ray_cluster_start import check_ray
+from pretrain._surroundings.child import ChildError, call_in_child, run_program
 from ray_jax_launch import parse_hardware
 
 TOKENIZER_FILES = os.environ.get("TIKTOKEN_CACHE_DIR")

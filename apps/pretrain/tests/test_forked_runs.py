@@ -37,7 +37,7 @@ found["other optimizer"] = rejection(changed(wsd, name="none", from_checkpoint="
 found["no clipping"] = rejection(changed(wsd, name="none", from_checkpoint="parent@8", optimizer__clip_norm=0.0))
 found["another parent"] = rejection(changed(other, from_checkpoint="parent@12"))
 planned = changed(wsd, from_checkpoint="parent@8", train__max_steps=31)
-options = {"price_per_hour": None, "largest_micro_batch": False, "measure": False, "console": None}
+options = {"price_per_hour": None, "measure": False, "console": None}
 found["planned"] = [plan(planned, **options).num_steps, plan(changed(planned, anneal=3), **options).num_tokens]
 best = min((line["val_loss"], line["step"]) for line in losses("parent") if "val_loss" in line)[1]
 found["best"] = [load_trained("parent@best").step, best, load_trained("parent@4").step, load_trained("parent").step]

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from nnx_gpt2 import (
     GPT2Config,
-    MemoryEstimate,
     OptimizerConfig,
     create_optimizer,
     create_train_state,
@@ -32,11 +31,11 @@ from owt_data import PrepareOptions, TokenMixture, prepare
 from pretrain import PRESETS, PretrainConfig, TrainConfig, main
 from pretrain._cli import parse_command
 from pretrain._commands import plan_run
-from pretrain._commands.plan_run import _find_memory, _measured_step_s, _num_checkpoints, _peak, _source_epochs
+from pretrain._commands.plan_run import _measured_step_s, _num_checkpoints, _peak, _source_epochs
 from pretrain._data import load_tokens, open_prepared
+from pretrain._resolve import step_memory, target_devices
+from pretrain._resolve.target_devices import _name_of_absent, find_target
 from pretrain._screen.plan_table import Plan, show_plan
-from pretrain._training import target_devices
-from pretrain._training.target_devices import Target, _name_of_absent, find_target
 from ray_jax_launch import gpu_memory_share, parse_hardware
 
 TINY = (
@@ -50,7 +49,7 @@ STEPS = ("--train.max-steps", "50")
 def each_step_is_compiled_once():
     """A compilation takes seconds, and most plans here have the same step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_run, "estimate_memory", functools.cache(estimate_memory))
+        patch.setattr(step_memory, "estimate_memory", functools.cache(estimate_memory))
         yield
 
 
@@ -155,76 +154,6 @@ def test_openwebtext_is_known():
     _, found = planned("--data", "openwebtext", "--prepare.tokenizer", "gpt2", "--train.max-tokens", "9035582198")
     assert found["epochs"] == pytest.approx(1.0, abs=1e-4)
     assert found["tokens_bytes"] == 2 * 9_040_017_095
-
-
-@pytest.mark.parametrize(
-    ("usable_bytes", "rejected_from", "expected"),
-    [
-        (1200, 13, (12, 1)),  # the share of a device fits: one microbatch
-        (1199, 13, (6, 2)),
-        (650, 13, (6, 2)),
-        (649, 13, (4, 3)),
-        (150, 13, (1, 12)),
-        (149, 13, (1, 12)),  # none fits: the one that needs the least
-        (10_000, 5, (4, 3)),  # the compiler rejects larger ones
-        (10_000, 1, (12, 1)),  # or all
-    ],
-)
-def test_the_microbatch_that_is_planned_is_the_largest_of_all_that_fit(
-    usable_bytes, rejected_from, expected, monkeypatch
-):
-    """A window needs 100 bytes, and the sum of gradients of several microbatches 50."""
-
-    def estimate(config, mesh):
-        size, steps = 12 // config.train.grad_accum_steps, config.train.grad_accum_steps
-        needed = MemoryEstimate(state_bytes=0, temporary_bytes=100 * size + 50 * (steps > 1), code_bytes=0)
-        return (None, "too large") if size >= rejected_from else (needed, "")
-
-    monkeypatch.setattr(plan_run, "_estimate", estimate)
-    config = PRESETS["quickstart"]().with_options({"train.global_batch_size": 12, "train.micro_batch_size": 5})
-    target = Target(devices=jax.devices(), usable_bytes=usable_bytes)
-    found, memory, reason = _find_memory(config, make_mesh(), target, [1], largest_micro_batch=True)
-    assert (12 // found.train.grad_accum_steps, found.train.grad_accum_steps) == expected
-    assert (memory is None, reason) == (rejected_from == 1, "too large" if rejected_from == 1 else "")
-    # Without the search, it is the one of the options.
-    found, _, _ = _find_memory(config, make_mesh(), target, [1], largest_micro_batch=False)
-    assert found.train.grad_accum_steps == 3
-
-
-@pytest.mark.slow
-def test_the_largest_microbatch_is_the_largest_that_fits(monkeypatch):
-    mesh = make_mesh()
-    config = GPT2Config(vocab_size=257, seq_len=32, num_layers=1, num_heads=2, embed_dim=32)
-    batch = 6 * mesh.size
-    smaller, larger = (
-        estimate_memory(config, global_batch_size=batch, grad_accum_steps=steps, mesh=mesh).peak_bytes
-        for steps in (3, 2)
-    )
-    assert smaller < larger
-    options = ("--train.global-batch-size", str(batch), "--train.grad-accum-steps", "3", "--largest-micro-batch")
-    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: larger - 1)
-    code, found = planned(*options)
-    assert (code, found["micro_batch_size"], found["grad_accum_steps"]) == (0, 2, 3)
-    assert found["state_bytes"] + found["temporary_bytes"] == smaller
-    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: 1000)
-    code, found = planned(*options)
-    assert (code, found["micro_batch_size"]) == (1, 1)
-
-
-@pytest.mark.slow
-def test_the_whole_share_may_need_less_than_microbatches(monkeypatch):
-    """They need a sum of gradients beside the gradient."""
-    mesh = make_mesh()
-    config = GPT2Config(vocab_size=257, seq_len=2, num_layers=1, num_heads=2, embed_dim=256)
-    at_once, in_two = (
-        estimate_memory(config, global_batch_size=2 * mesh.size, grad_accum_steps=steps, mesh=mesh).peak_bytes
-        for steps in (1, 2)
-    )
-    assert at_once < in_two
-    monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: at_once)
-    options = ("--model.embed-dim", "256", "--model.seq-len", "2", "--train.global-batch-size", str(2 * mesh.size))
-    code, found = planned(*options, "--largest-micro-batch")
-    assert (code, found["grad_accum_steps"]) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +367,7 @@ def test_a_step_that_the_compiler_rejects_has_the_memory_of_its_state(capsys, mo
     def reject(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: it exceeds the memory")
 
-    monkeypatch.setattr(plan_run, "estimate_memory", reject)
+    monkeypatch.setattr(step_memory, "estimate_memory", reject)
     code, found = planned()
     assert (code, found["fits"], found["reason"]) == (1, False, "it exceeds the memory")
     assert found["state_bytes"] == pytest.approx(plain[1]["state_bytes"], rel=0.01)  # less the windows of a step
@@ -492,10 +421,16 @@ def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
         (("--hardware", "gpu:8"), "got gpu:8 with 0 such devices here. Add the type, such as gpu:8:h100."),
         (
             ("--hardware", "gpu:8:v100"),
-            "--hardware gpu:8:v100: devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4",
+            "--hardware gpu:8:v100: devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e, v7x) or gpu:HOSTSxGPUS:TYPE (t4",
         ),
         (("--hardware", "gpu:8:h100", "--measure"), "--hardware must be devices of this machine with --measure, got"),
-        (("--hardware", "cpu:4", "--mesh.tensor", "2"), "mesh axis tensor must divide the 1 devices of one process"),
+        (("--hardware", "cpu:4", "--mesh.tensor", "2"), "for mesh.tensor 2, got cpu:4. Give --hardware cpu:2x2."),
+        (("--hardware", "gpu:8:b200", "--mesh.tensor", "4"), "got gpu:8:b200. Give --hardware gpu:2x4:b200."),
+        (("--hardware", "cpu:3", "--mesh.tensor", "2"), "their product must divide the 3 devices, got 1 and 2. Choose"),
+        (
+            ("--hardware", "gpu:8:h100", "--model.attention", "splash", "--model.seq-len", "128"),
+            "model.attention must not be splash, a kernel for TPUs, on a GPU, got gpu:8:h100. Choose auto.",
+        ),
         (
             ("--hardware", "cpu:3", "--train.global-batch-size", "8"),
             "must be divisible by 3 (3 data-parallel devices",
@@ -565,6 +500,13 @@ def test_without_the_compiler_a_state_that_is_too_large_does_not_fit(capsys):
 
 
 @pytest.mark.usefixtures("without_compilers")
+def test_a_chip_of_two_devices_counts_twice():
+    target = find_target(parse_hardware("tpu:v7x:2x2x2"), only_here=False)
+    assert [device.process_index for device in target.devices] == [0] * 8 + [1] * 8
+    assert (target.usable_bytes, str(target)) == (96 << 30, "16 x TPU7x")
+
+
+@pytest.mark.usefixtures("without_compilers")
 def test_a_missing_compiler_is_named_with_the_command_that_has_it(capsys, monkeypatch, tmp_path):
     """It has all options that were typed. From Python, it has none."""
     typed = ["plan", "--hardware", "gpu:8:h100", "--data", "my book.txt", "--price-per-hour", "3"]
@@ -583,8 +525,9 @@ def test_a_missing_compiler_is_named_with_the_command_that_has_it(capsys, monkey
     monkeypatch.setattr(sys, "argv", ["pytest", "-q"])
     assert main(typed) == 1
     assert capsys.readouterr().out.endswith("apps/pretrain plan\n")
-    assert main([*typed, "--largest-micro-batch"]) == 2
-    assert "--largest-micro-batch must be left out of this plan. The compiler of these" in capsys.readouterr().err
+    assert main([*typed, "--train.micro-batch-size", "auto"]) == 2
+    expected = "--train.micro-batch-size must be a number without the compiler of the devices, which comes with uv run "
+    assert f"{expected}--extra cuda12 on Linux, got auto." in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("without_compilers")
@@ -592,7 +535,10 @@ def test_a_missing_compiler_is_named_with_the_command_that_has_it(capsys, monkey
     ("hardware", "message"),
     [
         ("gpu:3:h100", "train.global_batch_size must be divisible by 3 (3 data-parallel devices"),
-        ("gpu:8:k80", "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4, l4, a100, h100"),
+        (
+            "gpu:8:k80",
+            "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e, v7x) or gpu:HOSTSxGPUS:TYPE (t4, l4, a100, h100",
+        ),
     ],
 )
 def test_without_the_compiler_bad_hardware_is_one_sentence(hardware, message, capsys):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from nnx_gpt2 import GPT2Config, OptimizerConfig, abstract_train_state, batch_sharding, create_optimizer, make_mesh
 from nnx_gpt2 import make_train_step
-from pretrain._training.target_devices import find_target
+from pretrain._resolve.target_devices import find_target
 from ray_jax_launch import parse_hardware
 
 mesh = make_mesh(devices=find_target(parse_hardware(sys.argv[1]), only_here=False).devices)

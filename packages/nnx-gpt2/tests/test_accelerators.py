@@ -186,6 +186,7 @@ def test_the_estimate_of_the_memory_is_that_of_the_compiler(devices):
         ("tpu:v5e:2x4", "TPU v5 lite", 1),
         ("tpu:v6e:4x4", "TPU v6 lite", 4),
         ("tpu:v5p:2x2x4", "TPU v5", 4),
+        ("tpu:v7x:2x2x2", "TPU7x", 2),
     ],
 )
 def test_slices_have_their_kind_and_hosts(name, kind, num_hosts):

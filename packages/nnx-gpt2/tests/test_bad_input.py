@@ -59,6 +59,7 @@ EMPTY = "must have at least 1 row and 1 position, got int32"
 KEY = "key must be one random key, got"
 CONFIG = "config must be of type GPT2Config, got"
 OPTIMIZER = "config must be of type OptimizerConfig, got"
+RULES = "optimizer must be of type OptimizerConfig, got"
 RULE = "optimizer must be of type GradientTransformation, got"
 MODEL = "model must be of type GPT2, got"
 MAKE = "Make it by create_optimizer."
@@ -76,7 +77,8 @@ FIELD = (
     " scan_layers, loss_chunk_tokens, seq_len"
 )
 ABSENT = (
-    "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e) or gpu:HOSTSxGPUS:TYPE (t4, l4, a100, h100, h200, b200), got"
+    "devices must be tpu:TYPE:TOPOLOGY (v5e, v5p, v6e, v7x) or gpu:HOSTSxGPUS:TYPE (t4, l4, a100, h100, h200, b200), "
+    "got"
 )
 MOST = "3.4028234663852886e+38"  # the largest number in float32
 END = "end_of_text must be None or an id in [0, 65), got"
@@ -327,7 +329,7 @@ CASES = {
     "mean_loss(None, ids)": f"{MODEL} None.",
     "token_losses('m', ids)": f"{MODEL} 'm'.",
     "estimate_memory(None, global_batch_size=2)": f"{CONFIG} None.",
-    "estimate_memory(config, global_batch_size=2, optimizer='adamw')": f"{OPTIMIZER} 'adamw'.",
+    "estimate_memory(config, global_batch_size=2, optimizer='adamw')": f"{RULES} 'adamw'.",
     "estimate_memory(config, global_batch_size=2, mesh=5)": f"{MESH} 5. {MAKE_MESH}",
     "estimate_memory(config, global_batch_size=2, mesh=5, num_shards=2)": f"{MESH} 5. {MAKE_MESH}",
     "estimate_memory(None, global_batch_size=2, num_shards=2)": f"{CONFIG} None.",

@@ -172,9 +172,9 @@ class TrainConfig:
     grad_accum_steps: int = 1
     """Microbatches per step, computed one after the other to save memory. `micro_batch_size` replaces this number."""
 
-    micro_batch_size: int | None = None
+    micro_batch_size: int | Literal["auto"] | None = None
     """Windows at most in the microbatch of one device. The run then takes the fewest `grad_accum_steps` that its first
-    devices need, and keeps them. `plan --largest-micro-batch` finds the size that fits."""
+    devices need, and keeps them. auto takes the largest microbatch that fits the devices, by some compilations."""
 
     num_shards: int | None = None
     """Shards of a batch, a power of two such as 8: the gradient of each is computed alone, and they are added in a
@@ -223,7 +223,7 @@ class TrainConfig:
             ("max_failures", -1, math.inf),
             ("max_tokens", 1, math.inf),
         ):
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) is not None and value != "auto":
                 _check_range(f"train.{name}", value, least, end)
         if self.hang_timeout_s is not None:
             _check_range("train.hang_timeout_s", self.hang_timeout_s, 5, _MAX_WAIT_S)

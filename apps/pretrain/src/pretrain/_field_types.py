@@ -31,6 +31,9 @@ class FieldType:
     allows_none: bool
     """True if None is a value."""
 
+    word: str | None = None
+    """The text that stands for a number, such as auto, if there is one."""
+
     @property
     def choices(self) -> tuple[str, ...]:
         """The possible values of a Literal."""
@@ -43,7 +46,8 @@ class FieldType:
             kind = f"any of {kind}, or no value" if self.is_tuple else kind
         else:
             kind = ("texts" if self.is_tuple else _KINDS[self.type]) + limit
-        return f"{kind} or none" if self.allows_none else kind
+        words = [word for word in (self.word, "none" if self.allows_none else None) if word is not None]
+        return " or ".join((", ".join((kind, *words[:-1])), *words[-1:]))
 
     def check(self, value: Any) -> None:
         """Check the type of a value, and whether it is one of the choices.
@@ -51,7 +55,7 @@ class FieldType:
         Raises:
             ValueError: it is not. The message is the constraint.
         """
-        if value is None and self.allows_none:
+        if (value is None and self.allows_none) or (self.word is not None and value == self.word):
             return
         items: Any = value if self.is_tuple else (value,)
         accepted = str if self.choices else (int, float) if self.type is float else self.type
@@ -70,11 +74,16 @@ class FieldType:
 
 
 def field_type(kind: Any) -> FieldType:
-    """Return the type of a field from its annotation, such as `int | None`."""
+    """Return the type of a field from its annotation, such as `int | None` or `int | Literal["auto"] | None`."""
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    (one,) = (member for member in members if member is not types.NoneType)
+    one, *words = (member for member in members if member is not types.NoneType)
     is_tuple = get_origin(one) is tuple
-    return FieldType(type=get_args(one)[0] if is_tuple else one, is_tuple=is_tuple, allows_none=len(members) > 1)
+    return FieldType(
+        type=get_args(one)[0] if is_tuple else one,
+        is_tuple=is_tuple,
+        allows_none=types.NoneType in members,
+        word=get_args(words[0])[0] if words else None,
+    )
 
 
 def check_fields(config: Any, section: str = "") -> None:

@@ -16,8 +16,9 @@ import jax
 
 from nnx_gpt2._errors import check_type, require, shown
 
-_TPUS = {"v5e": ("TPU v5 lite", 16), "v5p": ("TPU v5", 95), "v6e": ("TPU v6 lite", 32)}
-"""Name in jax, and GiB of memory (https://cloud.google.com/tpu/docs/system-architecture-tpu-vm)."""
+_TPUS = {"v5e": ("TPU v5 lite", 16), "v5p": ("TPU v5", 95), "v6e": ("TPU v6 lite", 32), "v7x": ("TPU7x", 96)}
+"""Name in jax, and GiB of memory of a device (https://cloud.google.com/tpu/docs/system-architecture-tpu-vm). A chip of
+v7x is two devices. Without a TPU, the compiler takes a chip of v4 for two devices, which it is not."""
 _TPU = rf"tpu:({'|'.join(_TPUS)}):([1-9]\d{{0,2}}(?:x[1-9]\d{{0,2}}){{1,2}})"
 # What libtpu would ask the metadata server of a TPU's host.
 _TPU_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
@@ -97,7 +98,7 @@ def absent_devices(name: str) -> list[Any]:
     >>> estimate_memory(gpt2_xl(), global_batch_size=64, mesh=mesh).peak_bytes  # doctest: +SKIP
 
     Args:
-        name: `tpu:TYPE:TOPOLOGY` with a type of v5e, v5p or v6e, such as `tpu:v6e:4x4`; or `gpu:GPUS:TYPE` or
+        name: `tpu:TYPE:TOPOLOGY` with a type of v5e, v5p, v6e or v7x, such as `tpu:v6e:4x4`; or `gpu:GPUS:TYPE` or
             `gpu:HOSTSxGPUS:TYPE` with a type of t4, l4, a100, h100, h200 or b200, such as `gpu:2x8:h100`.
 
     Raises:
@@ -109,7 +110,8 @@ def absent_devices(name: str) -> list[Any]:
     try:
         if tpu is not None:
             with _defaults(_TPU_VARIABLES):
-                return topologies.get_topology_desc(":".join(tpu.groups()), "tpu", **_one_host(*tpu.groups())).devices
+                of_compiler = ":".join(tpu.groups()).replace("v7x", "tpu7x")
+                return topologies.get_topology_desc(of_compiler, "tpu", **_one_host(*tpu.groups())).devices
         assert gpu is not None
         hosts = gpu[1] or 1
         gpus = gpu[2]

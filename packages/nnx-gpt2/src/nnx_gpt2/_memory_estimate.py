@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from nnx_gpt2._absent_devices import compiler_options
-from nnx_gpt2._errors import INT32_MAX, is_whole, require, shown
+from nnx_gpt2._errors import INT32_MAX, check_type, is_whole, require, shown
 from nnx_gpt2._model_config import GPT2Config
 from nnx_gpt2._optimizer import create_optimizer
 from nnx_gpt2._optimizer_config import OptimizerConfig
@@ -70,7 +70,9 @@ def estimate_memory(
     """
     is_size = is_whole(global_batch_size, 1, INT32_MAX)
     require(is_size, "global_batch_size", f"be 1 to {INT32_MAX}", shown(global_batch_size))
-    rule = create_optimizer(OptimizerConfig() if optimizer is None else optimizer, _NUM_STEPS)
+    optimizer = OptimizerConfig() if optimizer is None else optimizer
+    check_type("optimizer", optimizer, OptimizerConfig)
+    rule = create_optimizer(optimizer, _NUM_STEPS)
     options: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "end_of_text": end_of_text}
     if num_shards is None:
         step: Any = make_train_step(config, rule, mesh, **options)

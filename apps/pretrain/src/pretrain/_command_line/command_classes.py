@@ -318,10 +318,7 @@ class PlanOptions:
     """
 
     price_per_hour: float | None = None
-    """Price of all devices for an hour, to show the price of the run."""
-
-    largest_micro_batch: bool = False
-    """Find the largest microbatch that fits, by some compilations."""
+    """Price of all planned devices for an hour, to show the price of the run."""
 
     measure: bool = False
     """Run 20 steps on the devices of this machine, and show their time."""

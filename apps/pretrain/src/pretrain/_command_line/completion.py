@@ -69,6 +69,12 @@ def _flagged(command: str) -> list[Option]:
     return [option for option in command_options(command) if option.placeholder is None]
 
 
+def _words(option: Option) -> list[str]:
+    """Return the values to offer, if they are few: those of a list, or what stands for a number."""
+    words = [*option.choices, *([option.word] if option.word else [])]
+    return [*words, "none"] if words and option.allows_none else words
+
+
 def _bash() -> str:
     options, values = [], []
     for command in COMMANDS:
@@ -76,10 +82,9 @@ def _bash() -> str:
         flags += ["--help", "--help-all"] if command == "train" else ["--help"]
         options.append(f"        {command}) options={shlex.quote(' '.join(flags))} ;;")
         for option in _flagged(command):
-            if option.choices:
+            if words := _words(option):
                 names = "|".join(shlex.quote(f"{command} {flag}") for flag in option.flags)
-                choices = (*option.choices, *(("none",) if option.allows_none else ()))
-                values.append(f"        {names}) values={shlex.quote(' '.join(choices))} ;;")
+                values.append(f"        {names}) values={shlex.quote(' '.join(words))} ;;")
     values.append(f"        *' --completion') values={shlex.quote(' '.join(get_args(Shell)))} ;;")
     return _BASH.format(
         commands="|".join(COMMANDS),
@@ -97,10 +102,10 @@ def _fish() -> Iterator[str]:
         is_chosen = f"not __fish_seen_subcommand_from {others}" if command == "train" else ""
         is_chosen = shlex.quote(is_chosen or f"__fish_seen_subcommand_from {command}")
         for option in _flagged(command):
-            choices = f" -f -a {shlex.quote(' '.join(option.choices))}" if option.choices else ""
+            words = f" -f -a {shlex.quote(' '.join(_words(option)))}" if _words(option) else ""
             needs_value = "" if option.type is bool else " -r"
             doc = shlex.quote(option.doc.partition(". ")[0])
             for flag in (*option.flags, *option.off_flags):
                 name = f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
-                yield f"complete -c pretrain -n {is_chosen} {name}{needs_value}{choices} -d {doc}"
+                yield f"complete -c pretrain -n {is_chosen} {name}{needs_value}{words} -d {doc}"
     yield f"complete -c pretrain -l completion -x -a {shlex.quote(' '.join(get_args(Shell)))} -d 'Print a script'"

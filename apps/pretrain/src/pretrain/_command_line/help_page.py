@@ -124,7 +124,8 @@ def _entry(option: Option) -> list[tuple[str, int]]:
         doc += " " + f"(default: {default})".replace(" ", _UNBROKEN)
     head = option.placeholder or ", ".join((*option.flags, *option.off_flags))
     if option.placeholder is None and option.type is not bool:
-        head += f" {values or _VALUES[option.type]}{' ...' if option.is_tuple else ''}"
+        values = values or _VALUES[option.type] + ("" if option.word is None else f"|{option.word}")
+        head += f" {values}{' ...' if option.is_tuple else ''}"
     return [(f"  {head}", 4), (f"      {doc}", 6)]
 
 

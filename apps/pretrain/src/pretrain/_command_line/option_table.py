@@ -62,6 +62,8 @@ class Option(FieldType):
         """
         if self.allows_none and len(texts) == 1 and texts[0] in _NONE:
             return None
+        if texts == [self.word]:
+            return self.word
         try:
             values = tuple(text if self.choices else self.type(text) for text in texts)
         except ValueError:
@@ -106,6 +108,7 @@ def options_of(command: type, prefix: str = "") -> tuple[Option, ...]:
                 type=found.type,
                 is_tuple=found.is_tuple,
                 allows_none=found.allows_none,
+                word=found.word,
                 default=field.default,
                 doc=docs[field.name].replace("None", "none"),  # as one types it
                 placeholder=field.metadata.get("placeholder"),

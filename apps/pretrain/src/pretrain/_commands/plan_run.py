@@ -17,7 +17,6 @@ from nnx_gpt2 import (
     abstract_train_state,
     create_optimizer,
     create_train_state,
-    estimate_memory,
     flops_per_token,
     has_bfloat16,
     make_mesh,
@@ -29,16 +28,17 @@ from owt_data import TokenMixture, Tokens, vocab_size
 from pretrain._config import PretrainConfig, TrainConfig
 from pretrain._data import find_texts, open_prepared
 from pretrain._data_names import labels_of
-from pretrain._errors import UsageError, one_line
+from pretrain._errors import UsageError
 from pretrain._resolve.devices import check_shares, data_devices, given_hardware, with_microbatches
 from pretrain._resolve.origin import find_origin, resolve_anneal
 from pretrain._resolve.settings import DataFacts, resolve_from_data, resolve_order
+from pretrain._resolve.step_memory import StepMemory, largest_microbatch, step_memory
+from pretrain._resolve.target_devices import Target, find_target, missing_compiler
 from pretrain._screen.plan_table import MFU_RANGE, Plan
 from pretrain._screen.printing import waiting
 from pretrain._training.configured_step import train_step_of
 from pretrain._training.process import keep_freed_memory
 from pretrain._training.setup import warn_of_bfloat16
-from pretrain._training.target_devices import Target, find_target, missing_compiler
 
 _OPENWEBTEXT = (9_035_582_198, 4_434_897)
 """Training and validation tokens of OpenWebText by nanoGPT's preparation, from its data/openwebtext/readme.md."""
@@ -63,7 +63,6 @@ def plan(
     config: PretrainConfig,
     *,
     price_per_hour: float | None = None,
-    largest_micro_batch: bool = False,
     measure: bool = False,
     console: Console | None = None,
 ) -> Plan:
@@ -74,8 +73,7 @@ def plan(
     Args:
         config: the run. TPUs, and GPUs with a type, need not be here: see `nnx_gpt2.absent_devices`. Elastic hardware
             is planned at its smallest.
-        price_per_hour: the price of all devices.
-        largest_micro_batch: find the largest microbatch that fits, by some compilations.
+        price_per_hour: the price of all planned devices.
         measure: run some steps on the devices, which must be here.
         console: shows that the compiler works; None shows nothing.
 
@@ -105,15 +103,16 @@ def plan(
             console = Console(quiet=True)
         with waiting(console, f"compiling for {target}"):
             num_devices = [mesh.size // config.mesh.tensor] if hardware is None else data_devices(config, hardware)
-            config, memory, reason = _find_memory(config, mesh, target, num_devices, largest_micro_batch)
+            found = _find_memory(config, mesh, target, num_devices)
+        config, memory = found.config, found.estimate
         step_s = _measured_step_s(config, mesh) if measure and target.has(memory) else None
     except ValueError as error:
         raise UsageError(str(error)) from error
-    found = _summary(config, num_steps, target, mesh, data, memory, price_per_hour, step_s)
+    summary = _summary(config, num_steps, target, mesh, data, memory, price_per_hour, step_s)
     counts: tuple[int, ...] = ()
     if hardware is not None and (hardware.is_elastic or hardware.allowed_counts is not None):
         counts = tuple(hardware.worker_counts)
-    return dataclasses.replace(found, worker_counts=counts, reason=_reason(target, memory, reason))
+    return dataclasses.replace(summary, worker_counts=counts, reason=_reason(target, memory, found.rejection))
 
 
 class _Data(NamedTuple):
@@ -141,64 +140,17 @@ def _find_data(config: PretrainConfig) -> _Data:
 
 
 def _find_memory(
-    config: PretrainConfig,
-    mesh: jax.sharding.Mesh,
-    target: Target,
-    num_devices: Sequence[int],
-    largest_micro_batch: bool,
-) -> tuple[PretrainConfig, MemoryEstimate | None, str]:
-    """Return the configuration with its microbatches, their memory, and why the compiler rejects the step, if so."""
-    if target.facts is not None:
-        if largest_micro_batch:
-            raise UsageError(f"--largest-micro-batch must be left out of this plan. {missing_compiler(target)}")
-        config = with_microbatches(config, num_devices)
-        check_shares(config, num_devices)
-        return config, MemoryEstimate(state_bytes=_state_bytes(config, mesh), temporary_bytes=0, code_bytes=0), ""
-    if not largest_micro_batch:
-        config = with_microbatches(config, num_devices)
-        return config, *_estimate(config, mesh)
-
-    def tried(size: int) -> tuple[PretrainConfig, MemoryEstimate | None, str]:
-        train = dataclasses.replace(config.train, micro_batch_size=size)
-        changed = with_microbatches(dataclasses.replace(config, train=train), num_devices)
-        return changed, *_estimate(changed, mesh)
-
-    share = max(1, config.train.global_batch_size // min(num_devices))
-    # The whole share first: it needs no sum of gradients beside the gradient.
-    least = tried(share)
-    if target.has(least[1]):
-        return least
-    sizes, largest = [size for size in range(1, share) if share % size == 0], None
-    while sizes:  # those above the largest that fits, and below the smallest that does not
-        middle = len(sizes) // 2
-        found = tried(sizes[middle])
-        fits = target.has(found[1])
-        largest = found if fits else largest
-        if found[1] is not None and (least[1] is None or found[1].peak_bytes < least[1].peak_bytes):
-            least = found
-        sizes = sizes[middle + 1 :] if fits else sizes[:middle]
-    return largest or least
-
-
-def _estimate(config: PretrainConfig, mesh: jax.sharding.Mesh) -> tuple[MemoryEstimate | None, str]:
-    """Return the memory of the step, or None and the reason of a compiler that rejects it."""
-    train = config.train
-    try:
-        found = estimate_memory(
-            config.model,
-            global_batch_size=train.global_batch_size,
-            optimizer=config.optimizer,
-            grad_accum_steps=train.grad_accum_steps,
-            mesh=mesh,
-            num_shards=train.num_shards,
-            # A mask has the same size for any token.
-            end_of_text=0 if train.mask_documents else None,
-        )
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None, one_line(str(error).partition("RESOURCE_EXHAUSTED: ")[2])
-    return found, ""
+    config: PretrainConfig, mesh: jax.sharding.Mesh, target: Target, num_devices: Sequence[int]
+) -> StepMemory:
+    """Return the memory of the step, or that of the state if its compiler is missing."""
+    if config.train.micro_batch_size == "auto":
+        return largest_microbatch(config, mesh, target, num_devices)
+    config = with_microbatches(config, num_devices)
+    if target.facts is None:
+        return step_memory(config, mesh)
+    check_shares(config, num_devices)
+    estimate = MemoryEstimate(state_bytes=_state_bytes(config, mesh), temporary_bytes=0, code_bytes=0)
+    return StepMemory(config=config, estimate=estimate)
 
 
 def _state_bytes(config: PretrainConfig, mesh: jax.sharding.Mesh) -> int:

@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pretrain._doctor.child import ChildError, call_in_child, run_program
 from pretrain._doctor.finding import Finding, fail, ok, warn
+from pretrain._surroundings.child import ChildError, call_in_child, run_program
 from pretrain._surroundings.environment import start_jax
 from ray_jax_launch import Hardware
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import platformdirs
 
-from pretrain._doctor.child import ChildError, call_in_child
 from pretrain._doctor.finding import Finding, fail, ok, warn
 from pretrain._formats import decimal_bytes, duration
+from pretrain._surroundings.child import ChildError, call_in_child
 from ray_jax_launch import StoragePath, as_storage_path, open_uri
 
 _MIB = 2**20

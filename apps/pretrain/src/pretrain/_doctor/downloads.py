@@ -8,8 +8,8 @@ from pathlib import Path
 
 import platformdirs
 
-from pretrain._doctor.child import ChildError, call_in_child
 from pretrain._doctor.finding import Finding, fail, ok, warn
+from pretrain._surroundings.child import ChildError, call_in_child
 
 _WITHIN_S, _ANSWER_WITHIN_S = 30.0, 8.0
 _TOKENIZER_HOST = "https://openaipublic.blob.core.windows.net"

@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from pretrain._doctor.accelerators import check_driver, check_jax
-from pretrain._doctor.child import end_children
 from pretrain._doctor.disks import check_cache, check_storage, check_temporary_files
 from pretrain._doctor.downloads import check_data, check_tokenizer
 from pretrain._doctor.finding import Finding, fail
 from pretrain._doctor.machine_limits import check_open_files, check_shared_memory
 from pretrain._doctor.python_packages import check_packages, check_python, check_settings
 from pretrain._doctor.ray_cluster_start import check_ports, check_ray
+from pretrain._surroundings.child import end_children
 from ray_jax_launch import Hardware
 
 

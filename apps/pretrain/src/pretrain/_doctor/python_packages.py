@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pretrain._doctor.child import ChildError, run_program
 from pretrain._doctor.finding import Finding, fail, ok, warn
 from pretrain._errors import UsageError
+from pretrain._surroundings.child import ChildError, run_program
 from pretrain._surroundings.environment import check_ray_variables, check_variables
 
 _UV_HOOK = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"

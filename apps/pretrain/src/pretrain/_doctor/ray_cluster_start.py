@@ -6,8 +6,8 @@ import socket
 import time
 from typing import Any
 
-from pretrain._doctor.child import ChildError, call_in_child
 from pretrain._doctor.finding import Finding, fail, ok, warn
+from pretrain._surroundings.child import ChildError, call_in_child
 from ray_jax_launch import Hardware
 
 # Ray's defaults for `ray start --head`, whose other ports are free ones: ray/_private/ray_constants.py of Ray 2.60.

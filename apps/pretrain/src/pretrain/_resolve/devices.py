@@ -75,6 +75,10 @@ def check_batch(config: PretrainConfig, hardware: Hardware) -> Hardware:
     platform, per_worker = _devices_of_worker(hardware, config)
     if config.model.attention == "cudnn" and platform != "gpu":
         raise UsageError(f"model.attention must not be cudnn without a GPU, got {hardware} on {platform}. Choose auto.")
+    if config.model.attention == "splash" and platform == "gpu":
+        raise UsageError(
+            f"model.attention must not be splash, a kernel for TPUs, on a GPU, got {hardware}. Choose auto."
+        )
     if "float64" in (config.model.dtype, config.model.param_dtype) and not is_on("JAX_ENABLE_X64"):
         raise UsageError(
             "model.dtype and model.param_dtype must be bfloat16 or float32, got float64. Choose another, or set "
@@ -118,7 +122,13 @@ def _check_mesh(config: PretrainConfig, hardware: Hardware, num_workers: int, pe
     Raises:
         UsageError: they cannot.
     """
-    num_devices = num_workers * per_worker
+    num_devices, tensor = num_workers * per_worker, config.mesh.tensor
+    if hardware.kind in ("cpu", "gpu") and per_worker == 1 < tensor and num_devices % tensor == 0:
+        whole = f"{hardware.kind}:{num_devices // tensor}x{tensor}"
+        raise UsageError(
+            f"--hardware must have workers of at least {tensor} devices for mesh.tensor {tensor}, got {hardware}. Give "
+            f"--hardware {':'.join(filter(None, (whole, (hardware.accelerator_type or '').lower())))}."
+        )
     num_slices = num_workers // hardware.workers_per_slice if hardware.kind == "tpu" else 1
     try:
         check_mesh(
@@ -135,12 +145,17 @@ def _check_mesh(config: PretrainConfig, hardware: Hardware, num_workers: int, pe
 def _devices_of_worker(hardware: Hardware, config: PretrainConfig) -> tuple[str, int]:
     """Return the platform of the devices, and the number of jax's devices of each worker."""
     if hardware.kind != "local":
-        return hardware.kind, hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
+        return hardware.kind, devices_of_worker(hardware)
     # This process is the worker. Elsewhere, a driver that imports jax would lock the chips of a TPU host.
     import jax
 
     start_jax(with_fixed_threads=config.train.num_shards is not None)
     return jax.default_backend(), jax.local_device_count()
+
+
+def devices_of_worker(hardware: Hardware) -> int:
+    """Return the number of jax's devices of a worker that is a process of its own."""
+    return hardware.devices_per_worker * _DEVICES_PER_CHIP.get(hardware.accelerator_type, 1)
 
 
 def data_devices(config: PretrainConfig, hardware: Hardware) -> list[int]:
@@ -182,7 +197,7 @@ def _parts_of_batch(config: PretrainConfig, num_data_devices: Sequence[int]) -> 
 
 
 def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> PretrainConfig:
-    """Return the configuration with the `grad_accum_steps` that `micro_batch_size` gives.
+    """Return the configuration with the `grad_accum_steps` that `micro_batch_size` gives; with `auto`, the fewest.
 
     Args:
         config: the configuration.
@@ -194,6 +209,7 @@ def with_microbatches(config: PretrainConfig, num_devices: Sequence[int]) -> Pre
     size, batch_size = config.train.micro_batch_size, config.train.global_batch_size
     if size is None:
         return config
+    size = batch_size if size == "auto" else size
     numbers, noun = _parts_of_batch(config, num_devices)
     fewest, common = min(numbers), math.lcm(*numbers)
     shown = f"{alternatives(numbers)} {noun}"

@@ -11,11 +11,12 @@ from owt_data import DataError, Progress, TokenData, load_tokenizer, same_tokeni
 from pretrain._config import PretrainConfig
 from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._errors import UsageError
-from pretrain._resolve.devices import check_shares, connect, data_devices, with_microbatches
+from pretrain._resolve.devices import check_shares, connect, data_devices
 from pretrain._resolve.length import check_length, has_same_length
 from pretrain._resolve.origin import check_steps, resolve_anneal
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._resolve.settings import DataFacts, check_schedule, resolve_as_before, resolve_from_data, resolve_order
+from pretrain._resolve.step_memory import resolve_microbatches
 from pretrain._run.description import (
     Origin,
     RunDescription,
@@ -92,10 +93,9 @@ def resolving(
             num_tasks = _num_tokenizing_tasks(config, hardware)
             data = stack.enter_context(stream_tokens(stream, config, console, num_tasks=num_tasks, report=report))
             config = _resolve_data(config, data, stored, origin, folder, console)
-        num_devices = data_devices(config, hardware)
         if stored is None:
-            config = with_microbatches(config, num_devices)
-        check_shares(config, num_devices)
+            config = resolve_microbatches(config, hardware, console)
+        check_shares(config, data_devices(config, hardware))
         if stored is None:
             description = describe(config, describe_data(data, config.data_mode), str(hardware), origin)
         else:

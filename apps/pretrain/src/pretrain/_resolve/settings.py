@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from owt_data import STREAM_ORDERS, OrderKind
 from pretrain._config import MAX_STEPS, PretrainConfig, with_vocab_size
@@ -67,6 +67,8 @@ def resolve_as_before(config: PretrainConfig, stored: PretrainConfig) -> Pretrai
     # With another batch, which is an error, the number of microbatches may not divide it.
     if train.micro_batch_size is not None and train.global_batch_size == stored.train.global_batch_size:
         config = _with_train(config, grad_accum_steps=stored.train.grad_accum_steps)
+    if train.micro_batch_size == "auto":
+        config = _with_train(config, micro_batch_size=stored.train.micro_batch_size)
     return config
 
 
@@ -125,5 +127,5 @@ def _num_steps(config: PretrainConfig, num_windows: int) -> int:
     return steps
 
 
-def _with_train(config: PretrainConfig, **changes: int | OrderKind) -> PretrainConfig:
+def _with_train(config: PretrainConfig, **changes: Any) -> PretrainConfig:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))

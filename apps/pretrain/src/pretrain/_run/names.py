@@ -154,8 +154,9 @@ def _digest(text: str) -> str:
 
 @cache
 def _has_choices(option: str) -> bool:
-    """Return whether the values of an option are texts of a list, such as `sequential-first`."""
+    """Return whether the texts that an option may have are those of a list, such as `sequential-first`."""
     kind: Any = PretrainConfig
     for part in option.split("."):
         kind = get_type_hints(kind)[part]
-    return bool(field_type(kind).choices)
+    found = field_type(kind)
+    return bool(found.choices or found.word)

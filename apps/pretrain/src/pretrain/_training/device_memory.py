@@ -1,6 +1,5 @@
 """Checks that a model and its batch fit a device. They take no time: `nnx_gpt2.estimate_memory` compiles the step."""
 
-import os
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 
 from nnx_gpt2 import num_params
 from pretrain._config import PretrainConfig
+from pretrain._resolve.target_devices import device_memory_bytes
 from ray_jax_launch import OutOfMemoryError
 
 # Parameters, their gradient, and at least one moment of the optimizer.
@@ -37,14 +37,6 @@ def check_memory(config: PretrainConfig, mesh: jax.sharding.Mesh) -> None:
             f"{needed_bytes / 1e9:,.1f} GB. Lower --model.vocab-size, --model.num-layers, --model.embed-dim or "
             "--train.global-batch-size, raise --train.grad-accum-steps, or add devices (--mesh.fsdp)."
         )
-
-
-def device_memory_bytes() -> int:
-    """Return the memory of this process's first device. CPU devices share the memory of the host."""
-    device = jax.local_devices()[0]
-    if stats := device.memory_stats():
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
 
 
 def compile_what_fits(

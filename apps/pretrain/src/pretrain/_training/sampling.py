@@ -13,8 +13,8 @@ from nnx_gpt2 import GPT2, generate, merge, num_params, replicated
 from owt_data import Tokenizer
 from pretrain._best_effort import best_effort
 from pretrain._config import PretrainConfig
+from pretrain._resolve.target_devices import device_memory_bytes
 from pretrain._run.history import Sample
-from pretrain._training.device_memory import device_memory_bytes
 
 _END_TOKENS = 400
 _TEMPERATURE = 0.8

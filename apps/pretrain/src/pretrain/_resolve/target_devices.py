@@ -1,4 +1,4 @@
-"""The devices that `--hardware` names for the command `plan`. They need not be in this machine."""
+"""The devices that `--hardware` names, to compile for before a start. They need not be in this machine."""
 
 import os
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ import jax
 
 from nnx_gpt2 import DeviceFacts, MemoryEstimate, absent_devices, device_facts
 from pretrain._errors import UsageError
+from pretrain._resolve.devices import devices_of_worker
 from pretrain._surroundings.typed_command import typed_arguments
-from pretrain._training.device_memory import device_memory_bytes
 from ray_jax_launch import Hardware, gpu_memory_share, tpu_flags
 
 _COMPILERS = {"tpu": ["libtpu"], "gpu": ["jax_cuda12_plugin", "jax_cuda13_plugin"]}
@@ -29,7 +29,7 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Devices to plan for."""
+    """Devices to compile for."""
 
     devices: list[Any]
     """The devices, here or absent."""
@@ -65,7 +65,8 @@ def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
     """
     if hardware is None or hardware.kind == "local":
         return Target(devices=jax.devices(), usable_bytes=device_memory_bytes())
-    num_devices = hardware.min_workers * hardware.devices_per_worker
+    per_worker = devices_of_worker(hardware)
+    num_devices = hardware.min_workers * per_worker
     if hardware.kind == "cpu" or (hardware.kind == "gpu" and hardware.accelerator_type is None):
         return Target(devices=_present_devices(hardware, num_devices), usable_bytes=device_memory_bytes())
     if only_here:
@@ -81,7 +82,7 @@ def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
         is_tpu = facts.platform == "tpu"
         usable_bytes = facts.memory_bytes if is_tpu else int(gpu_memory_share() * facts.memory_bytes)
         if not any(map(find_spec, _COMPILERS[facts.platform])):
-            devices = [_Place(number, number // hardware.devices_per_worker) for number in range(num_devices)]
+            devices = [_Place(number, number // per_worker) for number in range(num_devices)]
             return Target(devices=devices, usable_bytes=usable_bytes, facts=facts)
         if is_tpu:  # the compiler starts with the flags of the workers
             os.environ["LIBTPU_INIT_ARGS"] = f"{tpu_flags()} {os.environ.get('LIBTPU_INIT_ARGS', '')}"
@@ -91,10 +92,22 @@ def find_target(hardware: Hardware | None, *, only_here: bool) -> Target:
     return Target(devices=devices, usable_bytes=usable_bytes)
 
 
+def device_memory_bytes() -> int:
+    """Return the memory of this process's first device. CPU devices share the memory of the host."""
+    device = jax.local_devices()[0]
+    if stats := device.memory_stats():
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+
+
+def extra_of(target: Target) -> str:
+    """Return the name of the extra that has the compiler of an accelerator."""
+    return "tpu" if target.device.platform == "tpu" else "cuda12"
+
+
 def missing_compiler(target: Target) -> str:
     """Return a sentence about the compiler of devices, with the command that has it."""
-    extra = "tpu" if target.device.platform == "tpu" else "cuda12"
-    command = f"uv run --extra {extra} apps/pretrain {typed_arguments('plan')}"
+    command = f"uv run --extra {extra_of(target)} apps/pretrain {typed_arguments('plan')}"
     return f"The compiler of these devices is not installed; on Linux, it comes with: {command}"
 
 

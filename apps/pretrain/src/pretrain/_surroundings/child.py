@@ -13,7 +13,7 @@ from typing import Any
 
 from pretrain._errors import one_line, rejection
 
-_ANSWER = "import sys; from pretrain._doctor.child import answer; answer(*sys.argv[1:])"
+_ANSWER = "import sys; from pretrain._surroundings.child import answer; answer(*sys.argv[1:])"
 _END_WITHIN_S = 1.0
 _running: set[subprocess.Popen[str]] = set()
 _starting = threading.Lock()
