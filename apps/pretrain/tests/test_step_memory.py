@@ -15,8 +15,9 @@ from nnx_gpt2 import GPT2Config, MemoryEstimate, estimate_memory, make_mesh
 from pretrain import PRESETS, PretrainConfig, main
 from pretrain._errors import UsageError
 from pretrain._resolve import step_memory, target_devices
+from pretrain._resolve.microbatches import resolve_microbatches
 from pretrain._resolve.settings import resolve_as_before
-from pretrain._resolve.step_memory import StepMemory, largest_microbatch, resolve_microbatches
+from pretrain._resolve.step_memory import StepMemory, largest_microbatch
 from pretrain._resolve.target_devices import Target
 from pretrain._run.names import run_name
 from ray_jax_launch import parse_hardware

@@ -13,10 +13,10 @@ from pretrain._data import find_stream, load_tokens, stream_tokens
 from pretrain._errors import UsageError
 from pretrain._resolve.devices import check_shares, connect, data_devices
 from pretrain._resolve.length import check_length, has_same_length
+from pretrain._resolve.microbatches import resolve_microbatches
 from pretrain._resolve.origin import check_steps, resolve_anneal
 from pretrain._resolve.resolved_run import ResolvedRun
 from pretrain._resolve.settings import DataFacts, check_schedule, resolve_as_before, resolve_from_data, resolve_order
-from pretrain._resolve.step_memory import resolve_microbatches
 from pretrain._run.description import (
     Origin,
     RunDescription,

@@ -1,25 +1,18 @@
 """The memory of a step by the compiler of its devices, and the largest microbatch that fits them."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
 import jax
-from rich.console import Console
 
 from nnx_gpt2 import MemoryEstimate, estimate_memory, make_mesh
 from pretrain._config import PretrainConfig
 from pretrain._errors import UsageError, one_line
 from pretrain._resolve.devices import data_devices, with_microbatches
 from pretrain._resolve.target_devices import Target, extra_of, find_target
-from pretrain._run.files import parse_json
-from pretrain._screen.printing import waiting
-from pretrain._surroundings.child import ChildError, call_in_child, end_children
-from ray_jax_launch import Hardware, parse_hardware
+from ray_jax_launch import Hardware
 
 _OPTION = "--train.micro-batch-size"
-# Some compilations, of minutes each for the largest models.
-_WITHIN_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,41 +93,7 @@ def largest_microbatch(
     return largest or least
 
 
-def resolve_microbatches(config: PretrainConfig, hardware: Hardware, console: Console) -> PretrainConfig:
-    """Return the configuration with the microbatches of a new run. The size `auto` is one that fits the devices.
-
-    Args:
-        config: the configuration, whose vocabulary is known.
-        hardware: the checked hardware.
-        console: shows that the compiler works.
-
-    Raises:
-        UsageError: the step does not fit the devices, or these or their compiler are not here.
-    """
-    if config.train.micro_batch_size == "auto":
-        with waiting(console, "compiling, to find the largest microbatch"):
-            size = _fitting_size(config, hardware)
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=size))
-    return with_microbatches(config, data_devices(config, hardware))
-
-
-def _fitting_size(config: PretrainConfig, hardware: Hardware) -> int:
-    if hardware.kind == "local":  # this process has the devices
-        return _find_fitting_size(config, hardware)
-    # JAX would keep the devices, which are for the workers.
-    try:
-        return call_in_child(_find_in_child, json.dumps(dataclasses.asdict(config)), str(hardware), within_s=_WITHIN_S)
-    except ChildError as error:
-        raise UsageError(f"{error}.") from error
-    finally:
-        end_children()
-
-
-def _find_in_child(config: str, hardware: str) -> int:
-    return _find_fitting_size(parse_json(PretrainConfig, config, "the configuration", ""), parse_hardware(hardware))
-
-
-def _find_fitting_size(config: PretrainConfig, hardware: Hardware) -> int:
+def find_fitting_size(config: PretrainConfig, hardware: Hardware) -> int:
     """Return the size of the largest microbatch that fits the hardware, of an elastic group at its smallest.
 
     Raises:
