@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 
@@ -131,7 +132,8 @@ def test_a_hub_that_is_out_of_reach_is_one_sentence(exports, tmp_path):
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", CLOSED, str(exports[0])]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-    assert done.stdout.startswith(f"{exports[0]} is complete, but its upload to {NAME} failed: ")
+    failed = f"{exports[0]} is complete, but its upload to {NAME} failed"
+    assert re.fullmatch(rf"{failed}: \[Errno \d+\] [^;]+\. The same command uploads it\.", done.stdout.strip())
 
 
 def test_a_name_and_a_token_are_checked_first(monkeypatch, tmp_path):

@@ -56,7 +56,7 @@ def check_ray(hardware: Hardware | None) -> list[Finding]:
     try:
         started = call_in_child(start_ray, None if hardware is None else str(hardware), within_s=_WITHIN_S)
     except ChildError as error:
-        return [fail(name, str(error), "Train on --hardware local, or correct what Ray names.")]
+        return [fail(name, str(error), "Or train on --hardware local, which needs no Ray.")]
     place = os.environ.get("RAY_ADDRESS") or "a cluster on this machine"
     findings = [ok(name, f"{place} ran a task after {started['seconds']:.0f} s")]
     if started["shortage"]:

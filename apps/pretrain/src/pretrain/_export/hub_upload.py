@@ -64,7 +64,8 @@ def upload(folder: Path, name: str, *, message: str) -> str:
         return api.create_commit(name, operations, commit_message=message).commit_url
     except (httpx.HTTPError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: of `hf_xet`
         causes = [error] if error.__cause__ is None else [error, error.__cause__]
-        reason = "; ".join(" ".join(str(one).split()).rstrip(".") or type(one).__name__ for one in causes)
+        texts = [" ".join(str(one).split()).rstrip(".") or type(one).__name__ for one in causes]
+        reason = "; ".join(dict.fromkeys(texts))  # each text once
         raise UsageError(
             f"{folder} is complete, but its upload to {name} failed: {reason}. The same command uploads it."
         ) from error
