@@ -27,7 +27,7 @@ from pretrain._doctor.examine import Check, run_checks
 from pretrain._doctor.finding import ok
 from pretrain._doctor.python_packages import check_packages, check_python, check_settings
 from pretrain._doctor.ray_cluster_start import check_ray
-from pretrain._surroundings.child import ChildError, call_in_child, run_program
+from pretrain._surroundings.child import run_program
 from ray_jax_launch import parse_hardware
 
 TOKENIZER_FILES = os.environ.get("TIKTOKEN_CACHE_DIR")
@@ -618,13 +618,3 @@ def test_an_interrupt_ends_the_programs_of_the_checks(returns_late, tmp_path, mo
         time.sleep(0.01)
     checks.close()  # as Ctrl-C ends it
     assert ended(int(pid.read_text()))
-
-
-def test_a_child_says_why_it_has_failed(tmp_path):
-    with pytest.raises(ChildError, match=r"^exit code 3, without a message$"):
-        run_program(["sh", "-c", "exit 3"], within_s=10)
-    with pytest.raises(ChildError, match=f"^{tmp_path}/x cannot be run: No such file or directory$"):
-        run_program([f"{tmp_path}/x"], within_s=10)
-    with pytest.raises(ChildError, match=r"^JSONDecodeError: Expecting value"):
-        call_in_child(json.loads, "", within_s=10)
-    assert call_in_child(os.path.basename, "a/b", within_s=10) == "b"

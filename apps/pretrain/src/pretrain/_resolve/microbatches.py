@@ -10,7 +10,7 @@ from pretrain._errors import UsageError
 from pretrain._resolve.devices import data_devices, with_microbatches
 from pretrain._run.files import parse_json
 from pretrain._screen.printing import waiting
-from pretrain._surroundings.child import ChildError, call_in_child, end_children
+from pretrain._surroundings.child import ChildError, call_in_child
 from ray_jax_launch import Hardware, parse_hardware
 
 # Some compilations, of minutes each for the largest models.
@@ -43,8 +43,6 @@ def _fitting_size(config: PretrainConfig, hardware: Hardware) -> int:
         return call_in_child(_find_in_child, json.dumps(dataclasses.asdict(config)), str(hardware), within_s=_WITHIN_S)
     except ChildError as error:
         raise UsageError(f"{error}.") from error
-    finally:
-        end_children()
 
 
 def _find_in_child(config: str, hardware: str) -> int:

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pretrain._errors import one_line, rejection
 
 _ANSWER = "import sys; from pretrain._surroundings.child import answer; answer(*sys.argv[1:])"
-_END_WITHIN_S = 1.0
+_END_WITHIN_S = _LOOK_EVERY_S = 1.0
 _running: set[subprocess.Popen[str]] = set()
 _starting = threading.Lock()
 
@@ -54,12 +55,14 @@ def run_program(command: Sequence[str], *, within_s: float, variables: Mapping[s
         raise ChildError(f"{command[0]} cannot be run: {error.strerror}") from None
     try:
         output, errors = program.communicate(timeout=within_s)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # also an interrupt
         _end(program)
         for pipe in (program.stdout, program.stderr):
             if pipe is not None:
                 pipe.close()
-        raise ChildError(f"no answer within {within_s:.0f} s") from None
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise ChildError(f"no answer within {within_s:.0f} s") from None
+        raise
     finally:
         _running.discard(program)
     if program.returncode:
@@ -71,7 +74,7 @@ def run_program(command: Sequence[str], *, within_s: float, variables: Mapping[s
 def call_in_child(
     function: Callable[..., Any], *arguments: Any, within_s: float, variables: Mapping[str, str] | None = None
 ) -> Any:
-    """Call a function of a module in a child process, and return its result.
+    """Call a function of a module in a child process, and return its result. The child ends with this process.
 
     Args:
         function: the function.
@@ -83,23 +86,30 @@ def call_in_child(
         ChildError: the function has raised an exception, or has not returned in time.
     """
     name = f"{function.__module__}:{function.__name__}"
-    output = run_program(
-        [sys.executable, "-P", "-c", _ANSWER, name, json.dumps(arguments)], within_s=within_s, variables=variables
-    )
+    command = [sys.executable, "-P", "-c", _ANSWER, str(os.getpid()), name, json.dumps(arguments)]
+    output = run_program(command, within_s=within_s, variables=variables)
     answered = json.loads(output.splitlines()[-1])
     if "error" in answered:
         raise ChildError(answered["error"])
     return answered["value"]
 
 
-def answer(name: str, arguments: str) -> None:
+def answer(parent: str, name: str, arguments: str) -> None:
     """Call a function in this child process, and print its result or its error as the last line."""
+    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     module, _, function = name.partition(":")
     try:
         answered = {"value": getattr(importlib.import_module(module), function)(*json.loads(arguments))}
     except (ValueError, OSError, MemoryError, RuntimeError, ImportError) as error:
         answered = {"error": rejection(error) or f"{type(error).__name__}: {error}"}
     sys.stdout.write(f"{json.dumps(answered)}\n")
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    os._exit(1)
 
 
 def end_children() -> None:
