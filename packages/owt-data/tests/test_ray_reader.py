@@ -205,6 +205,12 @@ def test_blocks_of_wide_tokens_have_the_same_size(tmp_path, monkeypatch, width, 
     assert dataset.materialize().num_blocks() == num_blocks
 
 
+def test_a_block_of_token_windows_has_the_bytes_of_x_and_y(tokens, monkeypatch):
+    monkeypatch.setattr("owt_data._stream.ray_reader._BLOCK_BYTES", 4096)
+    dataset = token_windows(tokens, seq_len=64, num_rows=64)  # 512 bytes a row: 4 of each token of x and y
+    assert dataset.materialize().num_blocks() == 8
+
+
 @pytest.mark.parametrize("concurrency", [None, 1])
 def test_a_task_reads_one_batch_of_token_windows(tokens, concurrency):
     options = {"seq_len": SEQ_LEN, "num_rows": 100, "order": "sequential", "concurrency": concurrency}

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ray_jax_launch._reaper import KILLED, Reaper
+from ray_jax_launch._reaper import KILLED, Reaper, _birth
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at children every 30 s elsewhere")
 
@@ -97,6 +97,16 @@ def test_a_process_that_survives_its_driver_is_killed_with_its_children(
     assert (reaper.returncode, errors.decode()) == (0, message)
     wait_until(lambda: not any(map(is_alive, pids)))
     assert all(map(is_alive, others))
+
+
+def test_a_process_that_gets_the_number_of_another_one_has_another_birth(start: Callable[..., Any]) -> None:
+    processes = [start("import time; time.sleep(600)")]
+    time.sleep(0.05 if sys.platform == "linux" else 1.1)  # `ps` tells whole seconds
+    processes.append(start("import time; time.sleep(600)"))
+    births = [_birth(process.pid) for process in processes]
+    assert births[0] != births[1]
+    assert all(births)
+    assert [_birth(process.pid) for process in processes] == births
 
 
 @on_linux

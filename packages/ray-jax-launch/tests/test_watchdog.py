@@ -271,6 +271,20 @@ def test_a_debugger_restarts_nothing_and_is_told_once():
     assert noticed[1].handles == ["a", "b", "c"]
 
 
+def test_a_worker_that_has_left_its_debugger_and_answers_no_more_is_killed():
+    group = Group()
+    group.live(30, advancing=(0, 1, 2))
+    group.debugged = {0}
+    assert group.live(400) is not None
+    group.debugged = set()
+    group.live(30, advancing=(0, 1, 2))
+    group.silent = {0}
+    noticed = group.live(100)
+    assert noticed is not None
+    assert noticed[1].handles == ["a", "b", "c"]
+    assert group.watchdog.end_group().endswith("worker 0 does not answer")
+
+
 def test_the_process_of_the_driver_is_told_once_and_goes_on():
     group = Group(handles=(None,))
     group.live(30, advancing=(0,))

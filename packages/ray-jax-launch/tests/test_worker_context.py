@@ -97,6 +97,14 @@ def test_complete_lines_reach_the_driver_with_the_rank(
     assert capsys.readouterr().out == "".join(texts)
 
 
+def test_a_long_line_without_its_end_reaches_the_driver_after_the_lines_before_it(session: Session) -> None:
+    session.prints = True
+    texts = ["a", f"b\nc\n{'x' * 10_000}", "y\n"]
+    run_loop(lambda: [sys.stdout.write(text) for text in texts], session)
+    expected = ["ab", "c", "x" * 10_000, "y"]
+    assert lines_of(session) == [(logging.INFO, f"worker 2: {line}") for line in expected]
+
+
 def test_a_flush_of_the_output_reaches_the_stream(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     session.prints, flushed = True, []
     stream = SimpleNamespace(write=len, flush=lambda: flushed.append(1))

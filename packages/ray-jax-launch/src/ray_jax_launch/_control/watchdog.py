@@ -191,7 +191,7 @@ class Watchdog:
     def _calm_down(self) -> None:
         self._asked_s, self._has_asked, self._has_told = None, False, False
         for worker in self._workers.values():
-            worker.stack = None
+            worker.stack, worker.is_in_debugger = None, False
 
     def _describe(self, stalled_s: float, usual_s: float, missing: Sequence[int]) -> Hang:
         workers = self._workers
