@@ -29,6 +29,12 @@ def test_a_child_says_why_it_has_failed(tmp_path):
     assert call_in_child(os.path.basename, "a/b", within_s=10) == "b"
 
 
+def test_a_variable_of_a_program_replaces_that_of_this_process(monkeypatch):
+    monkeypatch.setenv("PROXY", "old")
+    monkeypatch.setenv("KEPT", "kept")
+    assert run_program(["sh", "-c", "echo $PROXY $KEPT"], within_s=10, variables={"PROXY": "new"}) == "new kept\n"
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_a_child_ends_with_its_parent(sent):
     parent = subprocess.Popen([sys.executable, "-c", CALLS], stderr=subprocess.DEVNULL)

@@ -24,6 +24,11 @@ from ray_jax_launch import parse_hardware
 FACTS = DataFacts(tokenizer="bytes", vocab_size=257, num_windows=1000)
 
 
+@pytest.mark.parametrize(("vocab_size", "num_bytes"), [(257, 2), (65_536, 2), (65_537, 4)])
+def test_an_id_has_two_bytes_up_to_65_536_of_them(vocab_size, num_bytes):
+    assert FACTS._replace(vocab_size=vocab_size).bytes_per_token == num_bytes
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -40,6 +40,12 @@ def test_shards_of_the_parameters_must_fit(fitting_vocab_size):
     check_memory(config, make_mesh())
 
 
+def test_each_of_several_data_parallel_devices_has_all_parameters(fitting_vocab_size):
+    mesh = jax.sharding.Mesh(np.array(jax.devices() * 8).reshape(8, 1, 1), ("data", "fsdp", "tensor"))
+    with pytest.raises(OutOfMemoryError):
+        check_memory(changed(model={"vocab_size": fitting_vocab_size * 3}), mesh)
+
+
 def test_twice_as_many_bytes_a_parameter_fit_half_as_many(fitting_vocab_size):
     check_memory(changed(model={"vocab_size": fitting_vocab_size * 9 // 20, "param_dtype": "float64"}), make_mesh())
     with pytest.raises(OutOfMemoryError):

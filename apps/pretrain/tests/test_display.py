@@ -90,7 +90,8 @@ def test_a_spike_and_a_skipped_step_get_a_line_with_the_command_that_looks_into_
         display.add(record(300, 1, loss=2.0, spike_step=288, spike_score=12.345))
         display.add(record(325, 2, loss=2.0, skipped_step=301))
         display.add(record(300, 3, loss=2.0, spike_step=288, spike_score=12.345))  # of a restart from its checkpoint
-        display.add(record(350, 4, loss=2.0))
+        display.add(record(325, 4, loss=2.0, skipped_step=301))
+        display.add(record(350, 5, loss=2.0))
 
     lines = [line for line in printed(feed, blame="pretrain blame first") if "blame" in line]
     assert lines == [

@@ -391,7 +391,19 @@ def test_a_small_shared_memory(isolated):
         assert state == "ok" or "--shm-size=" in seen[2]
 
 
-@pytest.mark.parametrize(("limit", "share"), [("1073741824\n", 1), ("max\n", None), (None, None)])
+@pytest.mark.parametrize(("memory_gib", "advised"), [(4, 2), (8, 3), (24, 8), (31, 10), (512, 10)])
+def test_the_advised_shared_memory_is_enough(memory_gib, advised, monkeypatch):
+    monkeypatch.setattr(machine_limits, "_memory_bytes", lambda: memory_gib << 30)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    (finding,) = machine_limits.check_shared_memory(None)
+    assert (finding.state, f"--shm-size={advised}g, or" in finding.remedy) == ("warn", True)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=advised << 30, f_frsize=1))
+    assert [finding.state for finding in machine_limits.check_shared_memory(None)] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "share"), [("1073741824\n", 1), (f"{1 << 60}\n", None), ("max\n", None), (None, None)]
+)
 def test_a_container_has_the_memory_of_its_limit(limit, share, tmp_path, monkeypatch):
     monkeypatch.setattr(machine_limits, "_CONTAINER_LIMIT", tmp_path / "memory.max")
     if limit is not None:

@@ -25,11 +25,13 @@ from pretrain._cli import parse_command
 from pretrain._commands.export import export
 from pretrain._data import load_tokens
 from pretrain._errors import UsageError
+from pretrain._export.model_card import render_card
 from pretrain._export.new_folder import check_new, new_folder
 from pretrain._run.checkpoint_digests import DIGESTS, description_digests
 from pretrain._run.description import RUN, describe, describe_data
 from pretrain._run.files import write_json
 from pretrain._run.folder import RunFolder
+from pretrain._run.history import read_history
 from pretrain._training.load_state import digests_of
 from ray_jax_launch import Checkpoints
 
@@ -153,6 +155,16 @@ def test_the_card_tells_the_run_up_to_the_step(run, tmp_path):
         assert f"\n{line}\n" in late
     assert "all tokens" not in early
     assert "train.eval_every" not in early  # as in the preset
+
+
+def test_the_card_of_a_trained_step_has_no_loss_of_the_untrained_model(run):
+    records = [{"step": 0, "val_loss": 5.5}, {"step": 5, "loss": 4.5}, {"step": 9, "loss": 4.0, "val_loss": 4.25}]
+    history = dataclasses.replace(read_history(run.folder), records=records)
+    for step, loss in ((0, "5.5 at step 0"), (5, None), (9, "4.25 at step 9")):
+        card = render_card(history, step=step, is_average=False, dtype="float32", metadata={})
+        found = [line for line in card.splitlines() if "validation loss" in line]
+        expected = [f"| validation loss | {loss} |", f"| lowest validation loss | {loss} |"]
+        assert found == ([] if loss is None else expected)
 
 
 def test_the_command_of_the_card_gives_the_configuration(run, tmp_path, monkeypatch):

@@ -260,8 +260,8 @@ def test_a_line_that_is_not_utf_8_is_rejected(tmp_path):
 )
 def test_lines_that_are_not_questions_are_rejected(tmp_path, line):
     path = tmp_path / "questions.jsonl"
-    path.write_text('{"ctx": "a", "endings": ["b"], "label": 0}\n' + line + "\n")
-    message = f"line 2 of {path} must be an object with ctx, a text, endings, texts, and label, the index of an "
+    path.write_text('{"ctx": "a", "endings": ["b"], "label": 0}\n \n\n' + line + "\n")
+    message = f"line 4 of {path} must be an object with ctx, a text, endings, texts, and label, the index of an "
     message += f"ending, got {shown(line)}. Correct the line, or delete it."
     with pytest.raises(ValueError, match=re.escape(message)):
         list(read_questions(path))

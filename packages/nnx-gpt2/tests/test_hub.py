@@ -34,6 +34,8 @@ class Hub(BaseHTTPRequestHandler):
         if parts[:4] == ["api", "models", "org", "tiny"]:
             kind, revision = parts[4:]
             commit = COMMITS.get(revision, revision)
+            if commit not in FILES:
+                return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
             answer: Any = {"_id": "0" * 24, "id": "org/tiny", "sha": commit, "siblings": []}
             if kind == "tree":
                 files = FILES[commit].items()
@@ -115,6 +117,11 @@ def test_the_config_alone_is_downloaded_without_jax(hub, tmp_path, revision):
 def test_an_unknown_name_is_rejected(hub, tmp_path):
     expected = "the hub has no model org/none, or shows it to others alone. Correct the name, or set HF_TOKEN.\n"
     assert load("org/none", hub, tmp_path) == expected
+
+
+def test_an_unknown_revision_is_rejected(hub, tmp_path):
+    expected = "the model org/tiny has no revision none on the hub. Correct it.\n"
+    assert load("org/tiny", hub, tmp_path, "none") == expected
 
 
 def test_the_error_for_a_hub_name_names_the_extra_to_install():

@@ -331,6 +331,7 @@ def test_tensors_that_do_not_fit_are_named(copy, change, message):
     ("fields", "message"),
     [
         ({"activation_function": "relu"}, "config.json must be 'gelu_new' or 'gelu_pytorch_tanh', got 'relu'."),
+        ({"activation_function": "gelu"}, "config.json must be 'gelu_new' or 'gelu_pytorch_tanh', got 'gelu'."),
         ({"model_type": "llama"}, "config.json must be 'gpt2', got 'llama'. Only GPT-2 can be loaded."),
         ({"tie_word_embeddings": False}, "config.json must be True, got False."),
         ({"scale_attn_weights": False}, "config.json must be True, got False."),

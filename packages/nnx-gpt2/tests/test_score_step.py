@@ -42,6 +42,16 @@ def test_each_of_several_likeliest_tokens_is_likeliest(tiny):
     assert is_likeliest.tolist() == [[True, True]]
 
 
+def test_one_token_is_enough_to_score_the_next_one(tiny):
+    model = GPT2(tiny, rngs=nnx.Rngs(0))
+    arrays = (TOKENS[:2, :1], np.zeros((2, 1), int), np.array([[3], [4]]))
+    losses, _ = make_score_step(tiny)(split_params(model), *arrays)
+    expected = -jax.nn.log_softmax(model(jnp.asarray(TOKENS[:2, :1]))[:, 0])[[0, 1], [3, 4]]
+    np.testing.assert_allclose(losses[:, 0], expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r"tokens must have at least 1 row and 1 position, got"):
+        make_score_step(tiny).lower({}, TOKENS[:2, :0], *arrays[1:])
+
+
 def test_a_mesh_that_shards_parameters_is_rejected(tiny):
     with pytest.raises(ValueError, match=r"mesh must have fsdp = tensor = 1: .*, got \(2, 1\)"):
         make_score_step(tiny, make_mesh(fsdp=2))

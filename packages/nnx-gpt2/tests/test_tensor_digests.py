@@ -5,6 +5,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nnx_gpt2 import (
     GPT2Config,
     OptimizerConfig,
+    _tensor_digests,
     create_optimizer,
     create_train_state,
     make_mesh,
@@ -155,6 +159,32 @@ def test_an_error_in_a_thread_is_raised():
     """No digest, or that of zeros, would hide it."""
     with pytest.raises(TypeError):
         tensor_digests({"good": np.arange(5), "bad": np.array([None, 1], object)})
+
+
+def test_few_arrays_are_in_host_memory_at_the_same_time(monkeypatch):
+    """The blocks of the first array are done, those of the others are not yet."""
+    begun, may_go_on = list[str](), threading.Event()
+    parts_of, hash_of = _tensor_digests._parts, _tensor_digests._hash
+
+    def parts(tensor):
+        begun.append(tensor.header)
+        return parts_of(tensor)
+
+    def hash_blocks(host, bounds, tensor, numbers):
+        assert tensor.header == begun[0] or may_go_on.wait(60)
+        hash_of(host, bounds, tensor, numbers)
+
+    monkeypatch.setattr(_tensor_digests, "_parts", parts)
+    monkeypatch.setattr(_tensor_digests, "_hash", hash_blocks)
+    tree = {f"array{number:02}": np.full(3, number) for number in range(40)}
+    with ThreadPoolExecutor() as pool:
+        digests = pool.submit(tensor_digests, tree)
+        while len(begun) < 17:  # the seventeenth waits for the second
+            time.sleep(0.01)
+        time.sleep(0.2)
+        num_begun = len(begun)
+        may_go_on.set()
+        assert (num_begun, len(digests.result(60))) == (17, 40)
 
 
 def test_processes_share_the_work_and_agree():

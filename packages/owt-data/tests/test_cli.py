@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.progress import Progress as Bar
 
 from owt_data import (
     PrepareOptions,
@@ -158,6 +160,17 @@ def test_on_a_terminal_progress_is_a_bar(articles, tmp_path):
     with share_bar(console, "verifying") as report:
         report(0.42)
     assert re.search(r"verifying .* 42%", out.getvalue())
+
+
+def test_the_time_of_a_stage_begins_when_the_one_before_it_is_complete(monkeypatch):
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr("owt_data._prepare.progress_bar.Bar", functools.partial(Bar, get_time=lambda: now[0]))
+    with progress_bar(Console(file=out, force_terminal=True, color_system=None, width=120)) as progress:
+        progress(Progress(stage="reading", fraction=1.0))
+        for share in range(1, 5):
+            now[0] += 10
+            progress(Progress(stage="tokenizing", fraction=share / 10))
+    assert re.search(r"40% .* 0:00:30 0:01:00", out.getvalue().rpartition("tokenizing")[2])
 
 
 @pytest.mark.parametrize(

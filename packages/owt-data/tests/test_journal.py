@@ -1,5 +1,6 @@
 """The journal of finished shards, after damage."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,15 @@ def test_only_new_records_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert len(parsed) == len(numbers)
     assert place.num_records == 4
     assert place.num_bytes == (tmp_path / NAME).stat().st_size
+
+
+def test_the_record_of_a_shard_of_very_many_files_is_read(tmp_path: Path) -> None:
+    first, second = records(1, 2)
+    append_record(tmp_path, dataclasses.replace(first, files=[(number, 1) for number in range(100_000)]))
+    append_record(tmp_path, second)
+    assert (tmp_path / NAME).stat().st_size > 1 << 20
+    assert repair_journal(tmp_path) == [first, second]
+    assert len(read_journal(tmp_path)[0].files) == 100_000
 
 
 def test_a_line_that_is_not_complete_is_read_later(tmp_path: Path) -> None:

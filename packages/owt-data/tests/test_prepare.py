@@ -389,6 +389,17 @@ def test_a_file_of_somebody_else_in_the_working_folder_is_not_deleted(articles, 
     assert verify(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize("name", ["plan.json", "wanted", "error.txt", "tokenizer.json"])
+def test_what_a_kill_leaves_of_a_file_is_no_file_of_somebody_else(articles, tmp_path, name):
+    """A file is written under another name, and then gets its own."""
+    staging = tmp_path / ".out.partial"
+    staging.mkdir()
+    (staging / f"{name}.0123abcd.tmp").write_text("half of it")
+    prepare(str(articles), tmp_path / "out", BYTES)
+    assert verify(tmp_path / "out") == []
+    assert not staging.exists()
+
+
 def test_a_source_that_cannot_be_read_is_named(articles, tmp_path):
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     with pytest.raises(

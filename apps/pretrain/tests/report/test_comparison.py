@@ -147,17 +147,22 @@ def test_options_of_one_short_name_have_their_full_names(write_run, make_page):
     assert 'title="model.vocab_size"' in page
 
 
-def test_a_run_that_is_not_finished_has_no_rank(rate, make_page):
+def test_a_run_that_is_not_finished_has_no_rank(rate, write_run, make_page):
     finished = rate("finished", 1e-3, 1, {500: 3.0, 1500: 2.5})
     finish(finished, full_val_loss=1.0)
     new = rate("new", 2e-3, 1, {}, is_finished=False)
     running = rate("running", 3e-3, 1, {500: 0.5, 750: 0.75}, is_finished=False)
-    page = make_page(new, finished, running)
+    # It was extended, and has the final loss of its former end.
+    records = [{"step": 500, "loss": 0.5, "val_loss": 0.5, "full_val_loss": 0.5}, {"step": 600, "loss": 0.25}]
+    chosen = optimizer(learning_rate=4e-3, min_learning_rate=1e-5)
+    extended = write_run("extended", records=records, phases=[], seed=1, optimizer=chosen)
+    page = make_page(new, finished, running, extended)
     assert "The rank is that of the final loss on all validation tokens, of finished runs." in page
     assert [row[:-1] for _, row in table(page)[1]] == [
         ["1", "finished", "1.0000", "2.5000 at 1,500", "2.5000", "1,500"],
         ["", "new", "", "", "", "0 of 1,500"],
         ["", "running", "", "0.5000 at 500", "0.7500", "750 of 1,500"],
+        ["", "extended", "0.5000", "0.5000 at 500", "0.5000", "600 of 1,500"],
     ]
     assert "There is no rank: no run is finished." in make_page(new, running)
 

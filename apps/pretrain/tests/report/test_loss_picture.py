@@ -51,6 +51,14 @@ def test_the_picture_says_last_values_restarts_sizes_and_the_value_that_it_cuts_
     ]
 
 
+def test_the_label_at_the_end_of_a_line_is_the_last_loss_and_not_the_smoothed_one(write_run):
+    noise = np.random.default_rng(0).normal(0, 0.2, 400)
+    lines = [{"step": 10 * n, "loss": 3.0 + noise[n]} for n in range(1, 400)]
+    lines[-1]["loss"] = 2.5
+    assert smooth(np.array([line["loss"] for line in lines]))[-1] > 2.6
+    assert words(loss_figure(read_history(write_run(records=lines)), "run"))[0] == "training 2.5000"
+
+
 def test_the_picture_has_the_curves_of_the_records_and_a_tick_at_each_restart(write_run):
     lines = [
         {"step": 0, "val_loss": 5.0},

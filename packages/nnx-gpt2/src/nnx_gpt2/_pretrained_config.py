@@ -128,7 +128,12 @@ def check_regular(path: Path) -> None:
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download  # an extra: local folders do not need it
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
     except ImportError as error:
         remedy = "To download it from the hub, install nnx-gpt2[hub]."
         raise value_error("path or name", "be a folder", one_line(name), remedy) from error
@@ -142,6 +147,9 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
             f"the files of {one_line(name)} are not in the cache of the hub, and the hub cannot be reached. Connect to "
             "the network for the first use, and unset HF_HUB_OFFLINE."
         ) from error
+    except RevisionNotFoundError as error:
+        found = one_line(str(revision))
+        raise state_error(f"the model {one_line(name)} has no revision {found} on the hub. Correct it.") from error
     except RepositoryNotFoundError as error:
         raise state_error(
             f"the hub has no model {one_line(name)}, or shows it to others alone. Correct the name, or set HF_TOKEN."

@@ -27,7 +27,8 @@ from nnx_gpt2._sharding import (
     replicated,
 )
 from nnx_gpt2._target import compiled_for
-from nnx_gpt2._train_step import check_rows
+from nnx_gpt2._token_ids import check_ids
+from nnx_gpt2._train_step import check_batch_size
 
 _BATCH_SPEC = PartitionSpec(BATCH_AXES)
 
@@ -60,7 +61,8 @@ def _make_score_step(config: GPT2Config, mesh: Mesh | None) -> jax.stages.Wrappe
     def score_step(
         params: Params, tokens_BT: Int[Array, "B T"], positions_BK: Int[Array, "B K"], targets_BK: Int[Array, "B K"]
     ) -> tuple[Float[Array, "B K"], Bool[Array, "B K"]]:
-        check_rows(config, tokens_BT, num_batch_shards(mesh), 1)
+        check_ids(tokens_BT, config.vocab_size, "tokens")
+        check_batch_size(tokens_BT.shape[0], num_batch_shards(mesh), 1)
         with compiled_for(mesh):
             model = merge(config, params)
             x_BTC = model.final_activations(tokens_BT).reshape(*tokens_BT.shape, -1)

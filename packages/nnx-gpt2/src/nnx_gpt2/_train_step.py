@@ -262,7 +262,7 @@ def _computes_halves(config: GPT2Config, mesh: Mesh | None) -> bool:
 
 
 def check_rows(config: GPT2Config, windows: Array, num_shards: int, num_microbatches: int) -> None:
-    """Check what jit can see of a batch: its type and its shape.
+    """Check what jit can see of a batch of windows: its type and its shape.
 
     Args:
         config: the model's shape.
@@ -274,11 +274,16 @@ def check_rows(config: GPT2Config, windows: Array, num_shards: int, num_microbat
         ValueError: the windows are not integers of shape [batch, tokens], or have another number of rows.
     """
     check_windows(windows, config.vocab_size)
+    check_batch_size(windows.shape[0], num_shards, num_microbatches)
+
+
+def check_batch_size(batch_size: int, num_shards: int, num_microbatches: int) -> None:
+    """Check that the rows of a batch can be shared: see `check_rows`."""
     require(
-        windows.shape[0] % (num_shards * plain(num_microbatches)) == 0,
+        batch_size % (num_shards * plain(num_microbatches)) == 0,
         "batch size",
         f"be a positive multiple of {num_shards} devices (the axes data and fsdp) x {num_microbatches} microbatches",
-        windows.shape[0],
+        batch_size,
         "Change it or grad_accum_steps.",
     )
 

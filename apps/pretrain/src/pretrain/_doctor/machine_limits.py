@@ -1,5 +1,6 @@
 """Checks of the limits of this machine: open files, and shared memory."""
 
+import math
 import os
 import resource
 import sys
@@ -43,7 +44,7 @@ def check_shared_memory(hardware: Hardware | None) -> list[Finding]:
         return [fail(name, f"cannot be used: {error.strerror}", "Mount a tmpfs on /dev/shm.")]
     free, memory = state.f_bavail * state.f_frsize, _memory_bytes()
     wanted = min(_SHARE_OF_MEMORY * memory, _ENOUGH_BYTES)
-    remedy = f"Start the container with --shm-size={max(wanted, _NCCL_BYTES) / 2**30:.0f}g, or remount /dev/shm."
+    remedy = f"Start the container with --shm-size={math.ceil(max(wanted, _NCCL_BYTES) / 2**30)}g, or remount /dev/shm."
     if hardware is not None and hardware.kind == "gpu" and hardware.num_devices > 1 and free < _NCCL_BYTES:
         return [fail(name, f"{gibibytes(free)} free, and NCCL needs {gibibytes(_NCCL_BYTES)} between GPUs", remedy)]
     if free < wanted:

@@ -16,7 +16,7 @@ from pretrain._presets import PRESETS
 from pretrain._run.checkpoint_digests import DIGESTS, description_digests, roots
 from pretrain._run.differences import changes_result, option_values
 from pretrain._run.history import RunHistory
-from pretrain._run.metrics import last_values
+from pretrain._run.metrics import last_values, of_trained
 
 CONFIG = "run.json"
 """The file with the configuration of the run, for `pretrain --config`."""
@@ -47,8 +47,8 @@ def render_card(history: RunHistory, *, step: int, is_average: bool, dtype: str,
         metadata: metadata of the checkpoint.
     """
     description = history.description
-    values = last_values(record for record in history.records if record["step"] <= step)
-    validations = [record for record in history.records if "val_loss" in record and record["step"] <= step]
+    records = [*of_trained([record for record in history.records if record["step"] <= step])]
+    validations = [record for record in records if "val_loss" in record]
     environment = Environment(
         loader=PackageLoader("pretrain._export", "templates"), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
@@ -64,7 +64,7 @@ def render_card(history: RunHistory, *, step: int, is_average: bool, dtype: str,
         step=step,
         is_average=is_average,
         dtype=dtype,
-        values=values,
+        values=last_values(records),
         last_validation=validations[-1] if validations else None,
         best_validation=min(validations, key=lambda record: record["val_loss"], default=None),
         options=_changed_options(description.config),

@@ -17,7 +17,6 @@ from owt_data._sources.documents import Cursor
 
 _FORMAT = 1
 _JOURNAL_NAME = "parts.jsonl"
-_MOST_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +121,7 @@ def read_journal_after(folder: Path, place: JournalPlace) -> tuple[list[ShardRec
             place = JournalPlace()
             file.seek(0)
         # A line without its break would run into the next one.
-        lines = [*takewhile(lambda line: line.endswith(b"\n"), iter(lambda: file.readline(_MOST_LINE_BYTES), b""))]
+        lines = [*takewhile(lambda line: line.endswith(b"\n"), file)]
     records, (num_records, num_bytes, last), writer = [], place, None
     try:
         for line in lines:
