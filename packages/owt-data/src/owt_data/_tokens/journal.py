@@ -17,6 +17,9 @@ from owt_data._sources.documents import Cursor
 
 _FORMAT = 1
 _JOURNAL_NAME = "parts.jsonl"
+# A huge file, which a power cut may leave, is not read whole. The record of a shard is shorter, even if each of its
+# 16 MiB is a file.
+_MOST_LINE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +124,7 @@ def read_journal_after(folder: Path, place: JournalPlace) -> tuple[list[ShardRec
             place = JournalPlace()
             file.seek(0)
         # A line without its break would run into the next one.
-        lines = [*takewhile(lambda line: line.endswith(b"\n"), file)]
+        lines = [*takewhile(lambda line: line.endswith(b"\n"), iter(lambda: file.readline(_MOST_LINE_BYTES), b""))]
     records, (num_records, num_bytes, last), writer = [], place, None
     try:
         for line in lines:
