@@ -74,6 +74,7 @@ def test_the_script_is_valid(script, shell):
         (("plan", "--data-mode", ""), ["prepared", "stream"]),
         (("--trackers", "wan"), ["wandb"]),
         (("eval", "run", "--split", ""), ["val", "all", "none"]),
+        (("--train.micro-batch-size", ""), ["auto", "none"]),
         (("sample", "run", "--top"), ["--top-k", "--top-p"]),
         (("--train.max-s",), ["--train.max-steps"]),
         (("--no-da",), ["--no-dashboard"]),

@@ -272,6 +272,13 @@ def test_the_size_of_a_microbatch_gives_the_fewest_accumulation_steps(batch_size
     assert batch_size <= found * min(num_devices) * size
 
 
+@pytest.mark.parametrize(("size", "message"), [(0, "must be at least 1, got 0"), (True, "must be an integer, auto or")])
+def test_the_size_of_a_microbatch_is_a_positive_number_or_auto(size, message):
+    assert with_train(micro_batch_size="auto").train.micro_batch_size == "auto"
+    with pytest.raises(ValueError, match=f"train.micro_batch_size {message}"):
+        with_train(micro_batch_size=size)
+
+
 def test_devices_without_equal_microbatches_are_rejected():
     config = with_train(global_batch_size=12, micro_batch_size=3)
     with pytest.raises(UsageError, match="must be at least 6 for equal microbatches on 1, 2 or 3 data-parallel"):

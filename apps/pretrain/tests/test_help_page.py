@@ -177,6 +177,7 @@ def test_an_option_is_shown_with_the_kind_of_its_value(page):
     lines = page("--help-all", width=200).splitlines()
     assert {
         "  --train.max-steps INTEGER", "  --optimizer.learning-rate NUMBER", "  --name TEXT", "  --prompts TEXT ...",
+        "  --train.micro-batch-size INTEGER|auto",
         "  --dashboard, --no-dashboard", "  --data-mode prepared|stream", "  --preset TEXT",
         "  --tokenizer, --prepare.tokenizer TEXT",
     } <= {*lines}  # fmt: skip

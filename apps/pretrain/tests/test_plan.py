@@ -438,7 +438,7 @@ def test_a_run_that_does_not_fit_has_exit_code_1(capsys):
         (("--hardware", "cpu:1", "--model.dtype", "float64"), "must be bfloat16 or float32, got float64. Choose"),
         (
             ("--hardware", "tpu:v6e:4x4:2", "--train.global-batch-size", "32"),
-            "--hardware must be one slice of TPUs in a plan, got tpu:v6e:4x4:2. Plan",
+            "--hardware must be one slice of TPUs to compile for it, got tpu:v6e:4x4:2. Give",
         ),
         (("--hardware", "cpu:64", "--train.global-batch-size", "64"), "Start a new process."),
         (("--mesh.fsdp", "3"), "mesh axis fsdp must divide embed_dim (128), got 3. Choose another size."),

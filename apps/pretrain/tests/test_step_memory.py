@@ -80,9 +80,7 @@ def test_the_microbatch_is_the_largest_of_all_that_fit(usable_bytes, rejected_fr
 
 
 @pytest.mark.parametrize(("num_microbatches", "size"), [(1, 12), (2, 6), (3, 4)])
-def test_a_run_takes_the_largest_microbatch_that_fits_and_writes_its_size(
-    num_microbatches, size, config, monkeypatch, tmp_path
-):
+def test_a_run_takes_the_largest_microbatch_that_fits(num_microbatches, size, config, monkeypatch):
     """The memory is that of the compiled step, to the byte."""
     assert peak_bytes(3) < peak_bytes(2) < peak_bytes(1)
     monkeypatch.setattr(target_devices, "device_memory_bytes", lambda: peak_bytes(num_microbatches))

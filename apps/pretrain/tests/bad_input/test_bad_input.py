@@ -193,6 +193,7 @@ LINES = [
     ("sample nowhere --temperature 3.5e38", "--temperature must be from 0 to 1e+30, got 3.5e+38."),
     ("--train.sample-tokens 1000001", "train.sample_tokens must be at least 0 and at most 1000000, got 1000001."),
     ("--peak-tflops 1e-300", "peak_tflops must be at least 1e-06 and below 1000000000.0, got 1e-300."),
+    ("--train.micro-batch-size outo", "--train.micro-batch-size must be an integer, auto or none, got outo."),
     ("--train.log-every 9007199254740993", "--train.log-every must be an integer of at most 9007199254740991, got 9"),
     ("--train.max-epochs 1e300", "train.max_epochs must be above 0 and at most 1e+39, got 1e+300."),
     (f"{SMALL} --model.dtype float64", "model.dtype and model.param_dtype must be bfloat16 or float32, got float64."),

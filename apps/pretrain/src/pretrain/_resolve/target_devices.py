@@ -125,7 +125,7 @@ def _present_devices(hardware: Hardware, num_devices: int) -> list[Any]:
     if len(devices) < num_devices:
         remedy = f"Add the type, such as {hardware}:h100" if hardware.kind == "gpu" else "Start a new process"
         raise UsageError(
-            f"--hardware must be devices of this machine, or of a type, in a plan, got {hardware} with "
+            f"--hardware must be devices of this machine, or of a type, to compile for them, got {hardware} with "
             f"{len(devices)} such devices here. {remedy}."
         )
     return devices[:num_devices]
@@ -135,7 +135,7 @@ def _name_of_absent(hardware: Hardware) -> str:
     """Return the name for `absent_devices`, which knows one slice, and GPUs by their hosts."""
     if hardware.kind == "tpu":
         if hardware.min_workers > hardware.workers_per_slice:
-            raise UsageError(f"--hardware must be one slice of TPUs in a plan, got {hardware}. Plan for one.")
+            raise UsageError(f"--hardware must be one slice of TPUs to compile for it, got {hardware}. Give one slice.")
         kind, name, topology, *_ = str(hardware).split(":")
         return f"{kind}:{name}:{topology}"
     assert hardware.accelerator_type is not None
