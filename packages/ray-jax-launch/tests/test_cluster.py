@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray._private import ray_constants, services
+from ray._private import ray_constants, services, utils
 from ray._private.node import Node
 from ray.exceptions import AuthenticationError
 
@@ -21,6 +21,7 @@ from ray_jax_launch import _cluster as cluster_module
 from ray_jax_launch._cluster import is_silent
 from ray_jax_launch._cluster_security import protect_token
 from ray_jax_launch._ray_internals.ray_cluster import (
+    free_agent_port,
     only_this_machine,
     own_processes,
     polling_often,
@@ -236,10 +237,17 @@ def test_the_loopback_address_is_for_the_start_of_one_cluster(
 
 def test_ray_starts_its_next_cluster_as_it_did_before() -> None:
     def found() -> list[object]:
-        return [services.get_node, Node.start_api_server, Node.start_log_monitor, Node.start_monitor]
+        return [
+            services.get_node,
+            services.start_raylet,
+            utils.get_dashboard_dependency_error,
+            Node.start_api_server,
+            Node.start_log_monitor,
+            Node.start_monitor,
+        ]
 
     before = found()
-    with contextlib.suppress(KeyError), polling_often(), without_idle_processes():
+    with contextlib.suppress(KeyError), polling_often(), free_agent_port(), without_idle_processes():
         assert not any(one is other for one, other in zip(found(), before, strict=True))
         raise KeyError
     assert found() == before

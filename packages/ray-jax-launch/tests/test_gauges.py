@@ -8,7 +8,7 @@ import pytest
 import ray
 import ray.cloudpickle
 
-from ray_jax_launch import cpu, launch
+from ray_jax_launch import connect, cpu, launch
 
 pytestmark = pytest.mark.gauges
 
@@ -36,6 +36,7 @@ def test_logged_metrics_are_exported_to_prometheus(monkeypatch, tmp_path):
                         name, _, rest = line.partition("{")
                         seen[name] = rest
 
+    connect(cpu(1), dashboard=True)
     launch(log_for_a_while, {}, hardware=cpu(1), storage_path=tmp_path, name="a run", on_metrics=look)
     ray.shutdown()
     assert float(seen["ray_jax_tokens_s"].split()[-1]) == 1e6

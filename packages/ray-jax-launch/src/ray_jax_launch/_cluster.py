@@ -24,6 +24,7 @@ from ray_jax_launch._ray_internals.ray_cluster import (
     connected_node,
     dashboard_address,
     find_address,
+    free_agent_port,
     lacks_dashboard,
     only_this_machine,
     own_processes,
@@ -66,7 +67,8 @@ def connect(hardware: Hardware | None = None, *, dashboard: bool = False) -> Non
 
     Args:
         hardware: to launch; None if it is not known yet.
-        dashboard: start Ray's dashboard with a cluster on this machine. See `dashboard_url`.
+        dashboard: start Ray's dashboard with a cluster on this machine. See `dashboard_url`. Without it, such a cluster
+            exports no metrics of Ray, and keeps no records of tasks (`ray.timeline`).
 
     Raises:
         LaunchError: the cluster does not answer, the dashboard is not installed, or Ray cannot start here.
@@ -141,7 +143,14 @@ def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) 
     _started = folder, reaper
     try:
         needed = contextlib.nullcontext() if dashboard else without_idle_processes()
-        with own_processes(reaper.watch), only_this_machine(), needed, polling_often(), starting_ray():
+        with (
+            own_processes(reaper.watch),
+            only_this_machine(),
+            free_agent_port(),
+            needed,
+            polling_often(),
+            starting_ray(),
+        ):
             ray.init(
                 address="local",
                 num_cpus=_local_cpus(hardware),
@@ -149,6 +158,8 @@ def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) 
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder.path),
+                # Ray's control store keeps records of 100,000 tasks, 0.5 MB for 1,000, for its dashboard.
+                _system_config=None if dashboard else {"task_events_report_interval_ms": 0},
             )
     except Exception as error:  # Ray raises Exception itself here
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

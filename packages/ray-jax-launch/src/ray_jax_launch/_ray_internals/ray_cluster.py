@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services, worker
+from ray._private import ray_constants, services, utils, worker
 from ray._private.node import Node
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray._private.state import GlobalState
-from ray._private.utils import get_dashboard_dependency_error
 from ray._raylet import PlacementGroupID
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
@@ -111,22 +110,41 @@ def polling_often() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def free_agent_port() -> Iterator[None]:
+    """Let the agent of the node which `ray.init` starts while the block runs listen at a free port.
+
+    Ray gives each agent the port 52365, and `ray.init` has no argument for it. The agent of a second cluster on a
+    machine tries for 3.5 s to get that port, and the start waits for it.
+    """
+    start = services.start_raylet
+
+    def start_raylet(*args: Any, **kwargs: Any) -> Any:
+        return start(*args, **kwargs | {"dashboard_agent_listen_port": 0})
+
+    services.start_raylet = start_raylet
+    try:
+        yield
+    finally:
+        services.start_raylet = start
+
+
+@contextlib.contextmanager
 def without_idle_processes() -> Iterator[None]:
     """Start no process of Ray that would have nothing to do, for a cluster that starts while the block runs.
 
     On one machine, the autoscaler has no nodes to add. The log monitor sends what workers print to drivers that print
-    it. Without a dashboard, its process counts the use of Ray alone, and each start waits for it. No argument of
+    it. Without a dashboard, its process counts the use of Ray alone, and its agent, for which each start waits, measures
+    the node for nobody: Ray's minimal agent is enough, as in an installation without the dashboard. No argument of
     `ray.init` leaves them out.
     """
     names = ("start_api_server", "start_log_monitor", "start_monitor")
-    before = {name: getattr(Node, name) for name in names}
-    for name in names:
-        setattr(Node, name, lambda node, **_: None)
-    try:
+    changed = [(Node, name, lambda node, **_: None) for name in names]
+    changed.append((utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard is needed")))
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in changed:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
         yield
-    finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
 
 
 def variables_to_join(*, is_local: bool) -> dict[str, str]:
@@ -218,4 +236,4 @@ def dashboard_address() -> str | None:
 
 def lacks_dashboard() -> bool:
     """Return whether packages of the dashboard are missing. Ray says so only in its own log."""
-    return get_dashboard_dependency_error() is not None
+    return utils.get_dashboard_dependency_error() is not None
