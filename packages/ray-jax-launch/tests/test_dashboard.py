@@ -47,7 +47,7 @@ def test_the_agent_of_a_dashboard_does_not_wait_for_a_port_that_is_taken():
         try:
             node = connected_node()
             assert node is not None
-            assert node.dashboard_agent_listen_port > 0  # -1 after Ray has tried for 3.5 s
+            assert node.dashboard_agent_listen_port not in (None, -1)  # -1 after Ray has tried for 3.5 s
         finally:
             ray.shutdown()
 

@@ -133,9 +133,9 @@ def without_idle_processes() -> Iterator[None]:
     """Start no process of Ray that would have nothing to do, for a cluster that starts while the block runs.
 
     On one machine, the autoscaler has no nodes to add. The log monitor sends what workers print to drivers that print
-    it. Without a dashboard, its process counts the use of Ray alone, and its agent, for which each start waits, measures
-    the node for nobody: Ray's minimal agent is enough, as in an installation without the dashboard. No argument of
-    `ray.init` leaves them out.
+    it. Without a dashboard, its process counts the use of Ray alone, and its agent, for which each start waits,
+    measures the node for nobody: Ray's minimal agent is enough, as in an installation without the dashboard. No
+    argument of `ray.init` leaves them out.
     """
     names = ("start_api_server", "start_log_monitor", "start_monitor")
     changed = [(Node, name, lambda node, **_: None) for name in names]
