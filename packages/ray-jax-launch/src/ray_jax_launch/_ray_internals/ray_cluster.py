@@ -137,11 +137,14 @@ def without_idle_processes() -> Iterator[None]:
     measures the node for nobody: Ray's minimal agent is enough, as in an installation without the dashboard. No
     argument of `ray.init` leaves them out.
     """
-    names = ("start_api_server", "start_log_monitor", "start_monitor")
-    changed = [(Node, name, lambda node, **_: None) for name in names]
-    changed.append((utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard is needed")))
+    changed: dict[str, tuple[Any, Callable[..., Any]]] = {
+        "start_api_server": (Node, lambda node, **_: None),
+        "start_log_monitor": (Node, lambda node, **_: None),
+        "start_monitor": (Node, lambda node, **_: None),
+        "get_dashboard_dependency_error": (utils, lambda: ImportError("no dashboard is needed")),
+    }
     with contextlib.ExitStack() as stack:
-        for owner, name, replacement in changed:
+        for name, (owner, replacement) in changed.items():
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement)
         yield
