@@ -3,12 +3,14 @@
 import json
 import os
 
+import huggingface_hub
 import pytest
 from flax import nnx
 
 from nnx_gpt2 import GPT2, GPT2Config
 from owt_data import load_tokenizer, tokenizer_files, train_tokenizer
 from pretrain import PRESETS, main
+from pretrain._errors import UsageError
 from pretrain._export.model_card import repeated_config
 from pretrain._resolve.origin import find_origin, with_weights_of
 from pretrain._run.published_tokenizer import published_tokenizer
@@ -74,6 +76,13 @@ def test_a_named_tokenizer_keeps_its_name(save):
 @pytest.mark.skipif(not os.environ.get("TIKTOKEN_CACHE_DIR"), reason="needs TIKTOKEN_CACHE_DIR")
 def test_the_tokenizer_of_gpt2_keeps_its_name(save):
     assert published_tokenizer(str(save("gpt2", 50_257)), 50_257) == "gpt2"
+
+
+def test_files_that_cannot_be_downloaded_are_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UsageError, match=r"^the download of the tokenizer of org/model has failed: .+ the command\.$"):
+        published_tokenizer("org/model", 257)
 
 
 def test_without_a_tokenizer_the_end_of_text_tells(save):

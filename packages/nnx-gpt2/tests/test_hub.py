@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -28,6 +29,8 @@ class Hub(BaseHTTPRequestHandler):
     """Server of one repository, org/tiny, with two revisions, that records the requested files and their commits."""
 
     requested: set[tuple[str, str]]
+    status = 200
+    """Of the answers to requests for the content of a file."""
 
     def do_GET(self):
         _, *parts = self.path.split("?")[0].split("/")
@@ -44,6 +47,8 @@ class Hub(BaseHTTPRequestHandler):
         elif parts[:3] == ["org", "tiny", "resolve"] and parts[4] in FILES[parts[3]]:
             _, _, _, commit, name = parts
             self.requested.add((commit, name))
+            if self.command == "GET" and self.status != 200:
+                return self.answer(self.status, b"", {})
             self.answer(200, FILES[commit][name], {"ETag": f'"{name}"', "X-Repo-Commit": commit})
         else:
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
@@ -69,7 +74,7 @@ def files_of(commit):
 
 @pytest.fixture
 def hub():
-    Hub.requested = set()
+    Hub.requested, Hub.status = set(), 200
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -122,6 +127,21 @@ def test_an_unknown_name_is_rejected(hub, tmp_path):
 def test_an_unknown_revision_is_rejected(hub, tmp_path):
     expected = "the model org/tiny has no revision none on the hub. Correct it.\n"
     assert load("org/tiny", hub, tmp_path, "none") == expected
+
+
+@pytest.mark.parametrize("of", ["server", "disk"])
+def test_a_download_that_fails_is_one_sentence_and_can_be_repeated(hub, tmp_path, of):
+    """The hub's client itself repeats requests after some errors, for half a minute. These are others."""
+    cache = tmp_path / "cache"
+    if of == "disk":
+        cache.write_text("a file where the folder should be")
+    else:
+        Hub.status = 400
+    text = load("org/tiny", hub, cache)
+    assert re.fullmatch(r"the download of org/tiny from the hub has failed: .+\. Repeat it to continue\.\n", text)
+    Hub.status = 200
+    cache.unlink() if of == "disk" else None
+    assert load("org/tiny", hub, cache).startswith("GPT2Config(vocab_size=")
 
 
 def test_the_error_for_a_hub_name_names_the_extra_to_install():

@@ -129,6 +129,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download  # an extra: local folders do not need it
         from huggingface_hub.errors import (
+            HfHubHTTPError,
             HFValidationError,
             LocalEntryNotFoundError,
             RepositoryNotFoundError,
@@ -153,4 +154,9 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     except RepositoryNotFoundError as error:
         raise state_error(
             f"the hub has no model {one_line(name)}, or shows it to others alone. Correct the name, or set HF_TOKEN."
+        ) from error
+    except (OSError, HfHubHTTPError.__bases__[0]) as error:  # the base is that of the hub's HTTP client
+        raise state_error(
+            f"the download of {one_line(name)} from the hub has failed: {one_line(error, 200).rstrip('.')}. Repeat it to "
+            "continue."
         ) from error

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from owt_data import DataError, named_tokenizer, vocab_size
+from pretrain._errors import UsageError, short
 
 _CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
 _GPT2_VOCABULARY = 50_257
@@ -19,12 +20,13 @@ def published_tokenizer(name: str, num_ids: int) -> str | None:
     Args:
         name: a folder, or a name on the hub whose `config.json` has been downloaded.
         num_ids: size of the vocabulary of the weights. A tokenizer with more ids is not theirs.
+
+    Raises:
+        UsageError: the files cannot be downloaded.
     """
     folder = Path(name)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download  # takes most of a second
-
-        folder = Path(snapshot_download(name, allow_patterns=[_CONFIG, "tokenizer*.json"]))
+        folder = _download(name)
     file = folder / _TOKENIZER
     if file.is_file():
         try:
@@ -35,3 +37,15 @@ def published_tokenizer(name: str, num_ids: int) -> str | None:
     if end_of_text is None and num_ids == _GPT2_VOCABULARY:
         return "gpt2"
     return _NAMES.get(end_of_text) if isinstance(end_of_text, int) and end_of_text < num_ids else None
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # takes most of a second
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[_CONFIG, "tokenizer*.json"]))
+    except (OSError, HfHubHTTPError.__bases__[0]) as error:  # the base is that of the hub's HTTP client
+        raise UsageError(
+            f"the download of the tokenizer of {short(name)} has failed: {str(error).rstrip('.')}. Repeat the command."
+        ) from error
