@@ -30,7 +30,7 @@ class Hub(BaseHTTPRequestHandler):
 
     requested: set[tuple[str, str]]
     status = 200
-    """Of the answers to requests for the content of a file."""
+    """Status of the answers to requests for the content of a file."""
 
     def do_GET(self):
         _, *parts = self.path.split("?")[0].split("/")

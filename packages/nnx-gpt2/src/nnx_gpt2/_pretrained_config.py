@@ -129,7 +129,6 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download  # an extra: local folders do not need it
         from huggingface_hub.errors import (
-            HfHubHTTPError,
             HFValidationError,
             LocalEntryNotFoundError,
             RepositoryNotFoundError,
@@ -155,8 +154,8 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         raise state_error(
             f"the hub has no model {one_line(name)}, or shows it to others alone. Correct the name, or set HF_TOKEN."
         ) from error
-    except (OSError, HfHubHTTPError.__bases__[0]) as error:  # the base is that of the hub's HTTP client
+    except Exception as error:  # the disk's, the hub's or its HTTP client's, which have no common class
         raise state_error(
-            f"the download of {one_line(name)} from the hub has failed: {one_line(error, 200).rstrip('.')}. Repeat it to "
-            "continue."
+            f"the download of {one_line(name)} from the hub has failed: {one_line(error, 200).rstrip('.')}. Repeat it "
+            "to continue."
         ) from error

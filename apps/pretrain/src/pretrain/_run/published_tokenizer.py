@@ -41,11 +41,10 @@ def published_tokenizer(name: str, num_ids: int) -> str | None:
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download  # takes most of a second
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         return Path(snapshot_download(name, allow_patterns=[_CONFIG, "tokenizer*.json"]))
-    except (OSError, HfHubHTTPError.__bases__[0]) as error:  # the base is that of the hub's HTTP client
+    except Exception as error:  # the disk's, the hub's or its HTTP client's, which have no common class
         raise UsageError(
             f"the download of the tokenizer of {short(name)} has failed: {str(error).rstrip('.')}. Repeat the command."
         ) from error
