@@ -114,7 +114,7 @@ def test_name_type_and_shape_change_a_digest():
     [
         (np.float32(3), jnp.float32(3)),
         (np.arange(30, dtype=">i4").reshape(5, 6), np.arange(30, dtype="<i4").reshape(5, 6)),
-        (np.asfortranarray(np.arange(64.0).reshape(8, 8)), np.arange(64.0).reshape(8, 8)),
+        (np.asfortranarray(np.arange(256.0).reshape(16, 16)), np.arange(256.0).reshape(16, 16)),  # blocks of 2 by 2
         (np.arange(64.0, dtype=np.float32)[::2], jnp.arange(0, 64, 2, jnp.float32)),
         (np.zeros((0, 3), np.int32), jnp.zeros((0, 3), jnp.int32)),
         (np.ones((5, 7), jnp.bfloat16), jnp.ones((5, 7), jnp.bfloat16)),

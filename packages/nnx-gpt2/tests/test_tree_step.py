@@ -128,8 +128,12 @@ def test_each_shard_has_its_own_dropout(tiny):
         return float(step(state, put_batch(rows, mesh), jax.random.key(1))[1]["loss"])
 
     assert loss(2, same) != pytest.approx(loss(1, same[:1]), rel=1e-3)
-    at_start, state = loss(1, same[:1]), dataclasses.replace(state, step=state.step + 1)
-    assert loss(1, same[:1]) != pytest.approx(at_start, rel=1e-3)
+    at_start, of_two = loss(1, same[:1]), loss(2, same)
+    state = dataclasses.replace(state, step=state.step + 1)
+    at_next = loss(1, same[:1])
+    assert at_next != pytest.approx(at_start, rel=1e-3)
+    # The second shard has not the masks of the first one at the next step.
+    assert of_two != pytest.approx((at_start + at_next) / 2, rel=1e-5)
 
 
 def test_a_batch_with_an_unknown_id_is_skipped(tiny):

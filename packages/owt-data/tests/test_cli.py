@@ -262,6 +262,10 @@ def test_the_time_of_a_stage_begins_when_the_one_before_it_is_complete(monkeypat
             ["inspect", "builtin", "--rows", "2", "--tokenizer", "bytes"],
             "error: --tokenizer must be absent with --rows, got 'bytes'. Leave it out.",
         ),
+        (
+            ["inspect", "nowhere", "--text-column", "body"],
+            "error: --text-column must be absent without --rows, got 'body'. Leave it out.",
+        ),
         (["inspect", "builtin", "--rows", "0"], "error: rows must be an integer of at least 1, got 0."),
         (["inspect", "nowhere"], "error: {}/nowhere must be a folder of token files or a .bin file, got a name that"),
         (["verify", "nowhere"], "error: {}/nowhere must be a folder that owt-data prepared, got a name that does not"),
@@ -395,7 +399,10 @@ def test_a_relative_cache_is_ignored(monkeypatch):
 
 @pytest.mark.parametrize("module", ["rich.console", "owt_data._errors"])
 def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(module, tmp_path):
-    """The process reports each import on standard error. The signal comes when it has imported the module."""
+    """The process reports each import on standard error. The signal comes when it has imported the module.
+
+    On a busy machine the imports may have ended when the signal comes. The command then says that it is interrupted.
+    """
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", "-m", "owt_data", "inspect", "nowhere"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -410,7 +417,7 @@ def test_ctrl_c_during_the_imports_ends_the_command_without_a_traceback(module, 
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert out == ""
-    assert [line for line in err.splitlines() if not line.startswith("import time:")] == []
+    assert {line for line in err.splitlines() if not line.startswith("import time:")} <= {"interrupted"}
 
 
 def test_names_and_texts_are_shown_as_they_are(tmp_path, monkeypatch, capsys):

@@ -71,6 +71,17 @@ def test_a_reader_wishes_the_shards_of_its_windows(
         assert read_num_wanted(tmp_path / "out") == num_shards + is_one_source
 
 
+def test_a_reader_of_starts_wishes_the_shards_of_its_windows(
+    unfinished: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    """A preparation waits for a wish, and a reader for the preparation."""
+    unfinished("train", 12)
+    tokens = GrowingTokens(tmp_path / "out", "train", is_one_source=False)
+    for index, num_shards in ((1, 2), (8, 7)):
+        assert tokens.starts(np.array([index]), seq_len=7, order=ORDER, seed=0).tolist() == [7 * index]
+        assert read_num_wanted(tmp_path / "out") == num_shards
+
+
 @pytest.mark.parametrize(("text", "num_wanted"), [("17", 17), ("", 2), ("-3", 2), ("9" * 30, 2), ("7\n", 2)])
 def test_a_damaged_wish_of_a_reader_is_that_of_the_first(text: str, num_wanted: int, tmp_path: Path) -> None:
     (tmp_path / ".out.partial").mkdir()

@@ -6,10 +6,11 @@ import pickle
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pyarrow.fs import FileSystem
+from pyarrow.fs import FileSystem, LocalFileSystem
 
 from owt_data import (
     Batches,
@@ -355,6 +356,17 @@ def test_the_step_stream_reads_from_the_server(both):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("scheme", ["gs", "gcs"])
+@pytest.mark.parametrize(("options", "asked"), [("", "?retry_limit_seconds=5"), ("?a=b", "?a=b&retry_limit_seconds=5")])
+def test_googles_storage_is_not_asked_for_long(scheme, options, asked, monkeypatch):
+    """By default pyarrow repeats a failed request for 15 minutes."""
+    asked_uris = []
+    storage = SimpleNamespace(from_uri=lambda uri: asked_uris.append(uri) or (LocalFileSystem(), "x"))
+    monkeypatch.setattr("owt_data._paths.FileSystem", storage)
+    connect(f"{scheme}://bucket/x{options}", retry_s=5)
+    assert asked_uris == [f"{scheme}://bucket/x{asked}"]
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -374,6 +386,7 @@ def test_credentials_in_a_uri_are_rejected_and_not_repeated(name):
     "uri",
     [
         "s3://user:topsecret@bucket/x", "s3://user:top/secret@bucket/x", "s3://bucket/x?secret_key=topsecret",
+        "s3://bucket/x?X-Amz-Signature=topsecret&X-Amz-Credential=topsecret&AWSAccessKeyId=topsecret",
         f"s3://user:topsecret{'x' * 40}@bucket/{'y' * 60}",  # a message has a part of it
     ],
 )  # fmt: skip

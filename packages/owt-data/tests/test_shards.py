@@ -11,6 +11,7 @@ import pytest
 from owt_data import DataError, PrepareOptions, find_source
 from owt_data._prepare.local_encoder import local_encoder
 from owt_data._prepare.planning import Request, open_documents, write_plan
+from owt_data._prepare.prepare import most_shards_of
 from owt_data._prepare.shards import Encoder, Follower, _cut, tokenize
 from owt_data._sources.documents import START, Documents
 from owt_data._tokens.journal import checksum, read_journal, shard_path
@@ -230,3 +231,12 @@ def test_the_text_has_no_size_if_one_split_has_none(unknown: str, tmp_path: Path
     monkeypatch.setattr(documents[unknown], "num_bytes", lambda: None)
     plan = write_plan(request, documents, "1" * 64)
     assert (plan.num_bytes, plan.part_bytes) == (None, 1 << 24)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"), [([], 1), ([0], 1), ([1 << 18], 1), ([1 << 18, 1], 2), ([None], 1 << 44), ([5, None], 1 << 44)]
+)
+def test_as_many_processes_encode_as_there_can_be_shards(sizes: list[int | None], most: int) -> None:
+    """The size of a dataset on the hub is unknown: any number of processes can have a shard."""
+    assert most_shards_of(sizes) >= most
+    assert most_shards_of(sizes) <= most + 1

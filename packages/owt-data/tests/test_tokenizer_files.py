@@ -35,6 +35,7 @@ from owt_data import (
 )
 from owt_data._cli import main
 from owt_data._tokenizer_names import VOCABULARIES
+from owt_data._tokenizers import load_fast_tokenizer
 
 TEXT = "Straße 日本語\n\n\tdef f(x): 🙂 <|endoftext|> naïve  1234567 \r\n"
 
@@ -320,13 +321,16 @@ def test_a_larger_encoding_prepares_32_bits_and_decodes_every_id(name, articles,
     """With the number of ranks and the special tokens of the encoding; its file needs a network."""
     vocabulary = VOCABULARIES[name]
     num_ranks = 100_256 if name == "cl100k_base" else 199_998
-    pieces = [bytes([byte]) for byte in range(256)] + [b"\xff%d" % number for number in range(256, num_ranks - 2)]
-    ranks = {piece: number for number, piece in enumerate([*pieces, b"th", b"the"])}
+    pieces = [bytes([byte]) for byte in range(256)] + [b"\xff%d" % number for number in range(256, num_ranks - 3)]
+    ranks = {piece: number for number, piece in enumerate([*pieces, b"34", b"th", b"the"])}
     monkeypatch.setattr("tiktoken_ext.openai_public.load_tiktoken_bpe", lambda *_, **__: ranks)
     monkeypatch.delitem(tiktoken.registry.ENCODINGS, name, raising=False)
     try:
         prepare(str(articles), tmp_path / "out", PrepareOptions(tokenizer=name, val_fraction=0.1), num_processes=1)
         tokenizer = load_tokenizer(name)
+        # Three digits are a word of these encodings. For gpt2 any number of them are.
+        assert load_fast_tokenizer(name).encode_ordinary("the 1234") == tokenizer.encode_ordinary("the 1234")
+        assert tokenizer.encode_ordinary("1234")[-1] == ord("4")
     finally:
         tiktoken.registry.ENCODINGS.pop(name, None)
     assert (tokenizer.n_vocab, tokenizer.eot_token) == vocabulary

@@ -152,6 +152,8 @@ def _inspect(names: Sequence[str], options: _Inspection) -> int:
             shown = row if len(row) <= _ROW_WIDTH else f"{row[:_ROW_WIDTH]}..."
             console.print(f"row {number}: {shown!r}", markup=False)
         return 0
+    if options.text_column != _Inspection().text_column:
+        raise DataError(f"--text-column must be absent without --rows, got {show(options.text_column)}. Leave it out.")
     from owt_data._tokens.inspect import inspect
 
     found = inspect(name, tokenizer=options.tokenizer, window_tokens=options.window_tokens)

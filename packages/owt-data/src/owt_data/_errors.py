@@ -15,7 +15,9 @@ MOST_PROCESSES = 1 << 16
 
 # The part of a URI before the @: `key:secret`, where the secret may have a slash, or a name alone; and its options.
 _USER = re.compile(r"(?<=://)(?:[^\s/?#@,]+|[^\s/?#@:,]*:(?!\d+/)[^\s@]*)@")
-_SECRET_OPTION = re.compile(r"((?<=[?&])[^\s=&?#]*(?:key|secret|token|password|signature)[^\s=&?#]*)=[^\s&,']+", re.I)
+_SECRET_OPTION = re.compile(
+    r"((?<=[?&])[^\s=&?#]*(?:key|secret|token|password|signature|credential)[^\s=&?#]*)=[^\s&,']+", re.I
+)
 _VALUE_CHARS, _NAME_CHARS, _REASON_CHARS = 80, 240, 300
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -229,9 +229,13 @@ def _encoder(
         from owt_data._prepare.ray_encoder import ray_encoder
 
         return ray_encoder(tokenizer, num_processes)
-    sizes = [source.num_bytes for source in splits.values()]
-    most_shards = max(1, -(-sum(1 << 62 if size is None else size for size in sizes) // MIN_SHARD_BYTES))
+    most_shards = most_shards_of(source.num_bytes for source in splits.values())
     return local_encoder(tokenizer, min(num_processes or num_usable_cpus(), most_shards))
+
+
+def most_shards_of(sizes: Iterable[int | None]) -> int:
+    """Return the largest number of shards of sources with these sizes in bytes; None is an unknown size."""
+    return max(1, -(-sum(1 << 62 if size is None else size for size in sizes) // MIN_SHARD_BYTES))
 
 
 def _counter(total_bytes: int | None, report: Report) -> Callable[[ShardRecord, bool], None]:

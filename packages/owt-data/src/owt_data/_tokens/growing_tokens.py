@@ -162,6 +162,7 @@ class GrowingTokens:
                 self._refresh()
             if self.is_complete or self._split == "val":
                 return self._tokens.starts(indices, seq_len=seq_len, order=order, seed=seed)
+            self._want((last + 1) * seq_len + 1)
             return indices * seq_len if last < num_windows(len(self._tokens), seq_len) else None
 
         return self._wait_for(find)
