@@ -339,6 +339,15 @@ def test_the_logs_of_the_newest_failures_stay(parent):
     assert sorted(parent.iterdir()) == sorted(folders[2:])
 
 
+def test_a_cluster_that_fails_again_is_the_newest_failure(parent):
+    folder = ClusterFolder()
+    mark_failed(folder.path)
+    os.utime(folder.path / "failed", (1, 1))
+    mark_failed(folder.path)
+    assert (folder.path / "failed").stat().st_mtime > 1
+    folder.close()
+
+
 def test_a_cluster_whose_driver_lives_is_left_alone(parent):
     first = ClusterFolder()
     (first.path / "session").mkdir()

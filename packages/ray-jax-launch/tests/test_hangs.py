@@ -300,7 +300,7 @@ def test_work_that_must_end_is_told_to_the_watchdog(tmp_path):
     assert told == {
         "in a save": (False, True),
         "in a step": (True, False),
-        "after mark_finished": (True, True),
+        "after mark_finished": (False, True),
         "after a stop request": (False, True),
     }
 

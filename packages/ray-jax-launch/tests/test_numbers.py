@@ -1,5 +1,6 @@
 """Numbers and texts of a caller: the bounds that are accepted, and their form in an error."""
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from ray_jax_launch import LaunchError, TrainingFailed
 from ray_jax_launch._errors import in_a_line, shown
 from ray_jax_launch._numbers import check_number, check_resources_per_worker
+from ray_jax_launch._train.failures import WorkersFailed
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,10 @@ def test_the_parts_of_a_failure_keep_their_places() -> None:
     assert (str(failed), failed.rank) == ("worker 7 failed (full logs: /logs)", 7)
     assert (failed.details, failed.log_folder) == ("a traceback", "/logs")
     assert str(TrainingFailed("lost nodes", None, "", "")) == "lost nodes"
+
+
+@pytest.mark.parametrize("kind", [TrainingFailed, WorkersFailed])
+def test_a_failed_launch_can_be_raised_in_another_process(kind):
+    failed = kind("worker 7 failed", 7, "a traceback", "/logs")
+    copy = pickle.loads(pickle.dumps(failed))
+    assert (type(copy), str(copy), copy.__dict__) == (kind, str(failed), failed.__dict__)

@@ -1,6 +1,8 @@
 """The folder that a launch makes, with its marker."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import resource
 import signal
@@ -76,6 +78,33 @@ def test_a_marker_of_another_host_is_deleted_after_a_day(tmp_path: Path, hours: 
         assert folder.marker is not None
         assert folder.marker.exists()
     assert other.exists() == (not is_left)
+
+
+@pytest.mark.parametrize(("hours", "is_left"), [(0, False), (25, True)])
+def test_without_locks_a_marker_of_this_host_is_deleted_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int, is_left: bool
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with making_run_folder(tmp_path, "run") as first:
+        assert first.marker is not None
+        made_s = time.time() - hours * 3600
+        os.utime(first.marker, (made_s, made_s))
+        with making_run_folder(tmp_path, "run"):
+            assert first.marker.exists() == (not is_left)
+
+
+def test_the_folders_of_a_run_are_on_the_disk_when_its_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("ray_jax_launch._run_folder.sync_folder", synced.append)
+    with making_run_folder(tmp_path / "a" / "b", "run"):
+        assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    with making_run_folder(tmp_path / "a" / "b", "run"):
+        assert len(synced) == 3
 
 
 def test_a_launch_of_more_than_a_day_keeps_its_marker(tmp_path: Path) -> None:

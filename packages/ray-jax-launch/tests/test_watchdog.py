@@ -376,6 +376,15 @@ def test_a_long_validation_of_a_large_group_is_no_hang_and_a_stopped_worker_in_i
     assert noticed[0] <= 300 + 50 + 3
 
 
+def test_work_of_a_very_large_group_takes_longer_than_five_timeouts_between_two_beats():
+    """The beats of each of 1,000 workers are 50 s apart, twice as long as five timeouts."""
+    group = Group(timeout_s=5, handles=tuple(range(1000)))
+    group.every_s = 50
+    group.live(100, advancing=tuple(range(1000)))
+    group.is_training = [False] * 1000
+    assert group.live(300) is None
+
+
 def test_without_a_timeout_nothing_is_a_hang():
     group = Group(timeout_s=None)
     group.live(30, advancing=(0, 1, 2))

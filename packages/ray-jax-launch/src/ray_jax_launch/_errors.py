@@ -1,6 +1,7 @@
 """Errors of this package that a caller can catch or raise, and the form of a value in them."""
 
 import re
+from typing import Any
 
 _MOST_CHARACTERS = 80
 # A path of one name can have 255 characters, and no line shows more.
@@ -96,3 +97,13 @@ class TrainingFailed(RuntimeError):
         self.rank = rank
         self.details = details
         self.log_folder = log_folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to pickle it, for a launch in another process: `__init__` takes other arguments than the text."""
+        return type(self)._restored, (str(self), self.rank, self.details, self.log_folder)
+
+    @classmethod
+    def _restored(cls, text: str, rank: int | None, details: str, log_folder: str) -> "TrainingFailed":
+        error = cls(text, rank, details, "")
+        error.log_folder = log_folder
+        return error

@@ -233,3 +233,13 @@ def _in_time(action: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, name="open-storage", daemon=True).start()
     return answer.result(timeout=_ANSWER_WITHIN_S)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    with contextlib.suppress(OSError):  # some file systems cannot, but rename in order
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -44,6 +44,7 @@ from ray_jax_launch._checkpoint.checksums import (
 )
 from ray_jax_launch._checkpoint.retry import ABSENT, STORAGE_FULL, retry
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, StorageFullError, shown
+from ray_jax_launch._storage import sync_folder
 
 METADATA = "metadata"
 CHECKSUMS = "checksums.json"
@@ -78,7 +79,7 @@ class FolderStore:
             made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in made:
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
             for path in self._folder.glob(f"*{TEMPORARY}*"):
                 _remove(path)
             probe = self._folder / f".writable-{uuid.uuid4().hex}"
@@ -257,7 +258,7 @@ class FolderStore:
 
     def sync(self) -> None:
         """Make the rename of a checkpoint durable."""
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
 
     def _list(self) -> list[int]:
         with os.scandir(self._folder) as entries:
@@ -388,17 +389,7 @@ def _write(path: Path, text: str) -> None:
 
 def _sync_folders(folders: Iterable[Path]) -> None:
     for folder in folders:
-        _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    with contextlib.suppress(OSError):  # some file systems cannot, but rename in order
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(folder)
 
 
 def _remove(path: Path) -> None:

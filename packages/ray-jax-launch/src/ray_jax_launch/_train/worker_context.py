@@ -250,6 +250,7 @@ def mark_finished(return_value: Any = None) -> None:
     session = current_session()
     if session.heartbeat is not None:
         session.heartbeat.must_end()
+        session.heartbeat.watch(False)  # what follows is no step
     answer(session.control.finish.remote(return_value))
 
 
