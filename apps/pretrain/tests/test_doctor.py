@@ -172,6 +172,11 @@ def test_the_file_is_on_the_disk_before_it_leaves_the_memory_to_be_read(tmp_path
     assert calls == ["fsync", "posix_fadvise"]
 
 
+def test_the_speed_of_a_slow_disk_is_that_of_the_bytes_that_it_took(tmp_path, monkeypatch):
+    monkeypatch.setattr("pretrain._doctor.disks._WRITE_FOR_S", 0.0)
+    assert try_out(str(tmp_path), 3 << 20)["bytes"] == 1 << 20
+
+
 def test_a_disk_that_is_slow_or_small_is_marked(tmp_path, monkeypatch):
     monkeypatch.setattr("pretrain._doctor.disks._SLOW_BYTES_PER_S", 1e15)
     monkeypatch.setattr("pretrain._doctor.disks._ENOUGH_BYTES", 1e18)
@@ -492,6 +497,16 @@ def test_another_cuda_toolkit_that_jax_would_load(nvidia_smi, plugin, tmp_path, 
     assert state == "warn"
     assert found.endswith(f"but LD_LIBRARY_PATH has another CUDA toolkit in {tmp_path}")
     assert remedy.startswith("Unset LD_LIBRARY_PATH")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_oldest_of_several_gpus_decides(reverse, nvidia_smi, plugin):
+    gpus = sorted(["NVIDIA H100, 590.1, 9.0", "NVIDIA V100, 590.1, 7.0"], reverse=reverse)
+    nvidia_smi("".join(f'echo "{gpu}"; ' for gpu in gpus))
+    plugin(13, version("jaxlib"))
+    names = " and ".join(f"1 x {gpu.partition(',')[0]}" for gpu in gpus)
+    found = f"{names}, driver 590.1, compute capability 7.0 of one, and CUDA 13 needs 7.5"
+    assert in_one(check_driver(None)) == ("fail", found, "Use --extra cuda12.")
 
 
 def test_a_plugin_of_another_version(nvidia_smi, plugin):

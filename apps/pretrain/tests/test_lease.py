@@ -164,6 +164,18 @@ def test_a_lease_that_is_not_renewed_lapses(run, command, monkeypatch):
         assert objects(run) == ["a.json"]
 
 
+def test_a_command_follows_all_that_have_lapsed(run, command, monkeypatch):
+    """One of them may wake, and must see that its generation is an earlier one."""
+    monkeypatch.setattr(lease, "LAPSES_AFTER_S", -10.0)
+    for number in range(8):
+        put(run, replace(command(f"dead-{number}"), state="holds", generation=9 if number == 3 else number))
+    own = command("a")
+    with leasing(run, own, ignored):
+        filesystem, root = open_uri(run)
+        with filesystem.open_input_stream(f"{root}/.lease/a.json") as stream:
+            assert json.loads(stream.read())["generation"] == 10
+
+
 @pytest.mark.parametrize("ahead_s", [-3600, 3600])
 def test_a_machine_with_a_wrong_clock_takes_no_lease(ahead_s, run, command, monkeypatch):
     real_s, real_ns = time.time, time.time_ns

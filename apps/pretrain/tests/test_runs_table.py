@@ -346,6 +346,15 @@ def test_a_diverged_run_has_no_rank(sweep, end):
     assert ranks(table(sweep, "q*", group_by="seed", columns=GROUP))[0] == ["1", "2"]
 
 
+def test_a_good_run_of_a_seed_comes_before_one_that_has_diverged(sweep):
+    run = add_run(sweep, "quickstart-x-lr0.0003-seed2-a", 4, rate=3e-4, full_val_loss=0.5)
+    append_line(run.metrics, {"step": 1500, "loss": 1.0})
+    add_run(sweep, "quickstart-x-lr0.0003-seed4-again", 4, rate=3e-4, full_val_loss=1.75)
+    lines = table(sweep, "q*", group_by="seed", columns=GROUP)
+    assert lines[1] == ["1", "quickstart-x-lr0.0003", "3/4", "1,2,3,4", "1.6667", "0.1443"]  # seed 3 has stopped
+    assert lines[3] == ["quickstart-x-lr0.0003-seed2-a", "0/1", "4"]
+
+
 def test_the_name_of_a_run_may_stand_for_the_storage_path(sweep, monkeypatch, capsys):
     monkeypatch.chdir(sweep.parent)
     sweep.rename("runs")

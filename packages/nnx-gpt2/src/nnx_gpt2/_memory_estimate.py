@@ -28,7 +28,7 @@ class MemoryEstimate:
     """Bytes on each device, from XLA's analysis of the compiled step."""
 
     state_bytes: int
-    """Inputs of the step: parameters, optimizer state and the batch."""
+    """Inputs of the step: parameters, optimizer state, and the batch unless it is in shards."""
 
     temporary_bytes: int
     """Activations, gradients, other temporary arrays, and outputs that do not reuse the memory of inputs."""

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def check_driver(hardware: Hardware | None) -> list[Finding]:
         reason = str(error) if isinstance(error, ChildError) else "its output is not that of a driver"
         found, remedy = f"nvidia-smi fails: {reason}", "Restart the machine, or install the driver again."
         return [fail(name, found, remedy) if needs_gpu or cuda else warn(name, found, remedy)]
-    found = f"{len(gpus)} x {gpus[0][0]}, driver {gpus[0][1]}"
+    kinds = Counter(gpu[0] for gpu in gpus)
+    found = f"{' and '.join(f'{number} x {kind}' for kind, number in kinds.items())}, driver {gpus[0][1]}"
     if cuda is None:
         fitting = [
             number for number, least in _OLDEST_DRIVER.items() if driver >= least and oldest >= _OLDEST_GPU[number]
@@ -51,7 +53,8 @@ def check_driver(hardware: Hardware | None) -> list[Finding]:
         remedy = f"Run `uv sync --extra cuda{cuda}`."
         return [fail(name, f"jax-cuda{cuda}-plugin is {plugin}, and jaxlib is {version('jaxlib')}", remedy)]
     if oldest < _OLDEST_GPU[cuda]:
-        found += f", compute capability {oldest}, and CUDA {cuda} needs {_OLDEST_GPU[cuda]}"
+        found += f", compute capability {oldest}{' of one' if len(kinds) > 1 else ''}"
+        found += f", and CUDA {cuda} needs {_OLDEST_GPU[cuda]}"
         return [fail(name, found, "Use --extra cuda12." if oldest >= _OLDEST_GPU[12] else "Use newer GPUs.")]
     if driver < _OLDEST_DRIVER[cuda]:
         other = "Use --extra cuda12, or install" if cuda > 12 and driver >= _OLDEST_DRIVER[12] else "Install"
