@@ -47,7 +47,7 @@ def test_of_files_with_equal_stems_the_one_with_the_suffix_is_named(files):
     (files / "tokens/train.docs").touch()
     (files / "tokens/train.abc").touch()
     with pytest.raises(DataError, match=r"Did you mean .*/tokens/train\.bin\?$"):
-        open_tokens("tokens/trian.bin", tokenizer="bytes")
+        open_tokens("tokens/traim.bin", tokenizer="bytes")
 
 
 def test_other_tokens_and_files_that_are_no_tokenizers_are_not_named(files):
