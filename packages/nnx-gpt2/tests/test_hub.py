@@ -138,6 +138,7 @@ def test_a_download_that_fails_is_one_sentence_and_can_be_repeated(hub, tmp_path
     else:
         Hub.status = 400
     text = load("org/tiny", hub, cache)
+    assert "\\n" not in text
     assert re.fullmatch(r"the download of org/tiny from the hub has failed: .+\. Repeat it to continue\.\n", text)
     Hub.status = 200
     cache.unlink() if of == "disk" else None

@@ -155,7 +155,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
             f"the hub has no model {one_line(name)}, or shows it to others alone. Correct the name, or set HF_TOKEN."
         ) from error
     except Exception as error:  # the disk's, the hub's or its HTTP client's, which have no common class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise state_error(
-            f"the download of {one_line(name)} from the hub has failed: {one_line(error, 200).rstrip('.')}. Repeat it "
-            "to continue."
+            f"the download of {one_line(name)} from the hub has failed: {one_line(reason, 200)}. Repeat it to continue."
         ) from error

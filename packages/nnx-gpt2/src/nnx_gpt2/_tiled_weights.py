@@ -1,8 +1,8 @@
 """Weights in tiles, for products with a few rows on a CPU.
 
 In each product with a few rows, XLA's CPU backend copies the weights into tiles, which takes most of the time. If they
-lie in tiles already, a product with 2 to 8 rows takes about half the time, and one with 16 rows less time. One row
-needs no tiles, and 32 rows gain nothing.
+lie in tiles already, a product with 2 to 8 rows takes about half the time. One row needs no tiles, and 32 rows gain
+nothing.
 
 Shapes: M rows, C width in, D dimensions out, G tiles, L = 64 outputs of a tile, P padded vocabulary.
 """

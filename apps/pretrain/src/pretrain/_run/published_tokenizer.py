@@ -45,6 +45,7 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[_CONFIG, "tokenizer*.json"]))
     except Exception as error:  # the disk's, the hub's or its HTTP client's, which have no common class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UsageError(
-            f"the download of the tokenizer of {short(name)} has failed: {str(error).rstrip('.')}. Repeat the command."
+            f"the download of the tokenizer of {short(name)} has failed: {reason}. Repeat the command."
         ) from error
