@@ -100,9 +100,9 @@ def test_the_folders_of_a_run_are_on_the_disk_when_its_workers_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr("ray_jax_launch._run_folder.sync_folder", synced.append)
+    monkeypatch.setattr("ray_jax_launch._storage.sync_folder", synced.append)
     with making_run_folder(tmp_path / "a" / "b", "run"):
-        assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+        assert synced == [tmp_path / "a" / "b", tmp_path / "a", tmp_path]
     with making_run_folder(tmp_path / "a" / "b", "run"):
         assert len(synced) == 3
 

@@ -158,7 +158,7 @@ def _start(hardware: Hardware, *, dashboard: bool, num_tries: int = _NUM_TRIES) 
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder.path),
-                # Ray's control store keeps records of tasks, for its dashboard alone: 43 MB in 100,000 small steps.
+                # Ray's control store keeps records of tasks, for its dashboard alone: 45 MB in 100,000 small steps.
                 _system_config=None if dashboard else {"task_events_report_interval_ms": 0},
             )
     except Exception as error:  # Ray raises Exception itself here

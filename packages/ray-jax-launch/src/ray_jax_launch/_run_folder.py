@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ray_jax_launch._errors import LaunchError
 from ray_jax_launch._ray_internals.ray_train import STORAGE_MARKER_NAME
-from ray_jax_launch._storage import StoragePath, join_path, open_uri, sync_folder
+from ray_jax_launch._storage import StoragePath, join_path, make_durable_folder, open_uri
 
 _MARKER = ".launch-"
 _NEW = ".new"  # before the name of a marker that is not locked yet
@@ -49,9 +49,7 @@ def making_run_folder(storage_path: StoragePath, name: str) -> Iterator[RunFolde
     try:
         try:
             made += (path for path in (*reversed(run_path.parents), run_path) if not path.exists())
-            run_path.mkdir(parents=True, exist_ok=True)
-            for path in made:  # a checkpoint in it that is announced as durable must not be lost with it
-                sync_folder(path.parent)
+            make_durable_folder(run_path)
             for other in [*run_path.glob(f"{_MARKER}*"), *run_path.glob(f"{_NEW}{_MARKER}*")]:
                 with contextlib.suppress(OSError):  # its launch has ended just now
                     if _is_left(other):

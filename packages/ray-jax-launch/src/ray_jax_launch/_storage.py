@@ -235,6 +235,18 @@ def _in_time(action: Callable[[], Any]) -> Any:
     return answer.result(timeout=_ANSWER_WITHIN_S)
 
 
+def make_durable_folder(folder: Path) -> None:
+    """Make a folder and its missing parents. They are on the disk when this returns.
+
+    Raises:
+        OSError: a folder cannot be made.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     with contextlib.suppress(OSError):  # some file systems cannot, but rename in order

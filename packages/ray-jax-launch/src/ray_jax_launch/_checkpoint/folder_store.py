@@ -44,7 +44,7 @@ from ray_jax_launch._checkpoint.checksums import (
 )
 from ray_jax_launch._checkpoint.retry import ABSENT, STORAGE_FULL, retry
 from ray_jax_launch._errors import DamagedCheckpointError, LaunchError, StorageFullError, shown
-from ray_jax_launch._storage import sync_folder
+from ray_jax_launch._storage import make_durable_folder, sync_folder
 
 METADATA = "metadata"
 CHECKSUMS = "checksums.json"
@@ -76,10 +76,7 @@ class FolderStore:
             StorageFullError: the disk is full.
         """
         try:
-            made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for path in made:
-                sync_folder(path.parent)
+            make_durable_folder(self._folder)
             for path in self._folder.glob(f"*{TEMPORARY}*"):
                 _remove(path)
             probe = self._folder / f".writable-{uuid.uuid4().hex}"
